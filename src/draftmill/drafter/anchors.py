@@ -1,0 +1,31 @@
+"""Which positions of a pack become anchors: a draw without replacement per document, new each epoch.
+
+Each eligible position gets the hash of (seed, epoch, document, position); the document's lowest hashes win.
+The draw of a document therefore depends on nothing else: not on its pack, its neighbours, its worker or a restart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftmill.drafter import counter_hash
+from draftmill.drafter.pack import DevicePack
+
+
+def draw_anchors(pack: DevicePack, seed: int) -> Tensor:
+    """int64 [A] context rows in ascending order, A = `pack.anchors`. No host synchronisation.
+
+    The plan grants a document at most as many anchors as it has eligible positions, so exactly A are drawn.
+    """
+    rows = torch.arange(len(pack.token_ids), device=pack.token_ids.device)
+    draw = counter_hash.fold(
+        counter_hash.ANCHOR, seed, pack.epoch, pack.document_id[pack.document], pack.positions, device=rows.device
+    )
+    # documents in order, inside each the eligible positions by hash, the rest behind them
+    key = (pack.document << 33) | (~pack.eligible).long() << 32 | draw
+    order = torch.argsort(key, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = rows - pack.document_start[pack.document[order]]
+    drawn = (rank < pack.document_anchors[pack.document]) & pack.eligible
+    return torch.where(drawn, rows, len(rows)).sort().values[: pack.anchors]

@@ -1,0 +1,1 @@
+"""Whole runs: planner, ledger, run folder, and the composition of all parts. The only part that knows all others."""

@@ -1,0 +1,27 @@
+"""What the loop asks of whoever brings filled packs. `run` provides it; the loop does not know from where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from draftmill.wire import Pack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledPack:
+    pack: Pack
+    slot: int
+    features: Tensor  # [T, F], valid until the pack is freed
+
+
+class Feed(Protocol):
+    """Packs of this drafter in `seq` order: exactly one answer per micro-step."""
+
+    def next(self) -> FilledPack | None:
+        """The next micro-step's pack, or None for a micro-step of zero weight (its pack failed, or data ended)."""
+
+    def free(self, filled: FilledPack) -> None:
+        """The last read of `filled.features` is over; its slot may be written again."""

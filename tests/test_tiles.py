@@ -1,0 +1,55 @@
+"""flex_attention's tiles against the dense rule, for every (query tile, key tile)."""
+
+import torch
+from drafter_helpers import SPEC
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+
+from draftmill.drafter.tiles import TILE, block_mask, tile_tables
+from draftmill.drafter.visibility import BlockLayout, LayerRule
+
+
+@st.composite
+def layouts(draw):
+    lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    total = sum(lengths)
+    anchors = sorted(draw(st.sets(st.integers(0, total - 1), min_size=1, max_size=40)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    block_size = draw(st.sampled_from([4, 7, 10, 16]))
+    start = torch.tensor([max(s for s in starts if s <= a) for a in anchors])
+    layout = BlockLayout.of(torch.tensor(anchors), start, total, block_size)
+    window = draw(st.sampled_from([None, block_size, 60, 300]))
+    return layout, LayerRule(window, draw(st.booleans()), block_size)
+
+
+@settings(max_examples=120, deadline=None)
+@given(layouts())
+def test_tiles_equal_the_dense_rule(case):
+    """A tile is skipped only if nothing in it is visible, taken whole only if all of it is; and is found whole
+    wherever it lies inside the context."""
+    layout, rule = case
+    mask = layout.dense_mask(rule)
+    some, every = tile_tables(layout, rule)
+    assert not (some & every).any()
+    for i in range(some.shape[0]):
+        for j in range(some.shape[1]):
+            tile = mask[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+            assert bool(some[i, j] | every[i, j]) >= bool(tile.any()), "a visible pair would be skipped"
+            assert not every[i, j] or bool(tile.all()), "an invisible pair would be seen"
+            if (j + 1) * TILE <= layout.context_rows and tile.all():
+                assert every[i, j]
+
+
+def test_flex_attention_with_these_tiles_equals_dense_attention():
+    """Case 59, forward: lengths that are no multiple of a tile, an anchor without any context."""
+    torch.manual_seed(0)
+    anchors = [0, 17, 40, 128, 129, 200, 255, 256, 300, 301, 349]
+    layout = BlockLayout.of(torch.tensor(anchors), torch.tensor([0] * 3 + [128] * 8), 350, 16)
+    for rule in (LayerRule(None, False, 16), LayerRule(32, True, 16)):
+        mask = layout.dense_mask(rule)
+        q = torch.randn(1, 4, mask.shape[0], SPEC.head_dim)
+        k, v = torch.randn(2, 1, 2, mask.shape[1], SPEC.head_dim)
+        flex = flex_attention(q, k, v, block_mask=block_mask(layout, rule), enable_gqa=True)
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
