@@ -131,9 +131,7 @@ def plain_loss(drafter, documents_and_anchors, kind, gamma, alpha=0.5):
         for anchor in anchors:
             count = counted_slots(document, anchor, drafter.s.block_size)
             logits = drafter.block_logits(document, anchor)
-            ces = [
-                torch.logsumexp(logits[k], 0) - logits[k][document.token_ids[anchor + k + 1]] for k in range(count)
-            ]
+            ces = [torch.logsumexp(logits[k], 0) - logits[k][document.token_ids[anchor + k + 1]] for k in range(count)]
             for weight, ce in zip(weights_of(ces, kind, gamma, alpha), ces, strict=True):
                 numerator = numerator + weight * ce
                 denominator += weight

@@ -9,7 +9,7 @@ import tiny_models
 from draftmill.config.load import load_config
 from draftmill.text.prepare import PrepareOptions, prepare
 
-WORDS = "ash birch cedar elm fir hazel larch maple oak pine rowan willow yew".split()
+WORDS = ["ash", "birch", "cedar", "elm", "fir", "hazel", "larch", "maple", "oak", "pine", "rowan", "willow", "yew"]
 
 
 def write_conversations(path: Path, count: int, seed: int = 0, turns: int = 1) -> Path:

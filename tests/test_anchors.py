@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from drafter_helpers import make_documents, make_pack
 
+from drafter_helpers import make_documents, make_pack
 from draftmill.drafter import counter_hash
 from draftmill.drafter.anchors import draw_anchors
 from draftmill.drafter.pack import to_device

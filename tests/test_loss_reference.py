@@ -5,17 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from drafter_helpers import ALL_LAYOUTS, SPEC, make_documents, make_drafter, make_pack, make_vocabulary
-from plain_reference import PlainDocument, PlainDrafter, plain_loss
 
+from drafter_helpers import ALL_LAYOUTS, SPEC, make_documents, make_drafter, make_pack, make_vocabulary
 from draftmill.config.schema import LossConfig
+from draftmill.drafter import objective
 from draftmill.drafter.anchors import draw_anchors
 from draftmill.drafter.blocks import make_blocks
-from draftmill.drafter import objective
 from draftmill.drafter.forward import block_loss, slot_hidden
 from draftmill.drafter.objective import slot_weights
 from draftmill.drafter.pack import to_device
 from draftmill.drafter.vocabulary import FrozenVocabulary
+from plain_reference import PlainDocument, PlainDrafter, plain_loss
 
 GAMMA = 2.5
 
@@ -71,7 +71,9 @@ def test_packed_equals_alone_and_any_accumulation_equals_one_batch(kind):
     def total(groups):
         numerator = denominator = 0.0
         for group in groups:
-            pack, features = make_pack([documents[i] for i in group], [anchors[i] for i in group], [ids[i] for i in group])
+            pack, features = make_pack(
+                [documents[i] for i in group], [anchors[i] for i in group], [ids[i] for i in group]
+            )
             sums, _ = pack_loss(drafter, vocabulary, pack, features, LossConfig(kind=kind))
             sums.numerator.backward()
             numerator, denominator = numerator + float(sums.numerator.detach()), denominator + float(sums.denominator)
@@ -107,7 +109,7 @@ def test_a_stub_that_emits_the_right_tokens_has_loss_zero_and_a_shifted_one_does
 
 def test_slots_that_predict_unsupervised_tokens_never_count():
     """Case 5: reply at 8..39, block at 37: slots 1 and 2 count, slot 3 (token 40) does not; slot 0 has no row."""
-    (token_ids, _, features), = make_documents([48], prompt=0)
+    ((token_ids, _, features),) = make_documents([48], prompt=0)
     supervised = (np.arange(48) >= 8) & (np.arange(48) < 40)
     pack = to_device(make_pack([(token_ids, supervised, features)], [1])[0], "cpu")
     blocks = make_blocks(pack, torch.tensor([37]), 4, 39)
@@ -127,7 +129,7 @@ def test_labels_stop_at_the_documents_end_even_if_the_next_one_starts_supervised
 
 def test_labels_are_contiguous():
     """A block that runs over a turn's end is not scored on the next reply."""
-    (token_ids, supervised, features), = make_documents([24], prompt=0)
+    ((token_ids, supervised, features),) = make_documents([24], prompt=0)
     assert not supervised[12:15].any() and supervised[15]
     pack = to_device(make_pack([(token_ids, supervised, features)], [1])[0], "cpu")
     blocks = make_blocks(pack, torch.tensor([9]), 8, 39)

@@ -1,8 +1,8 @@
 """Feature noise: its distribution, and that it depends on nothing but what it is added to."""
 
 import torch
-from drafter_helpers import make_documents, make_pack
 
+from drafter_helpers import make_documents, make_pack
 from draftmill.config.schema import NoiseConfig
 from draftmill.drafter.noise import add_noise
 from draftmill.drafter.pack import to_device

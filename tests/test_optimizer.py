@@ -47,7 +47,12 @@ def test_updates_equal_adamw_by_hand():
 
 @pytest.mark.parametrize(
     ("gradient", "numerator", "denominator", "finite"),
-    [(float("nan"), 1.0, 1.0, False), (float("inf"), 1.0, 1.0, False), (1.0, float("nan"), 1.0, False), (0.0, 0.0, 0.0, True)],
+    [
+        (float("nan"), 1.0, 1.0, False),
+        (float("inf"), 1.0, 1.0, False),
+        (1.0, float("nan"), 1.0, False),
+        (0.0, 0.0, 0.0, True),
+    ],
 )
 def test_a_step_that_is_not_finite_or_has_no_weight_moves_nothing(gradient, numerator, denominator, finite):
     """Cases 34, 42: weights, moments and step counters stay, and the next good step is as if it had not been."""
@@ -90,8 +95,6 @@ def test_schedules_by_hand():
     assert rates[6] == pytest.approx(0.1 * 2 + 0.9 * 2 * 0.5)  # half way from step 2 to step 10
     assert rates[10] == pytest.approx(0.2)
     wsd = TrainConfig(steps=10, lr=1.0, schedule="wsd", warmup_ratio=0.2, decay_ratio=0.4)
-    assert [learning_rate(s, 10, wsd) for s in range(10)] == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
-    )
+    assert [learning_rate(s, 10, wsd) for s in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
     with pytest.raises(ValueError, match="outside a run of 10 steps"):
         learning_rate(10, 10, wsd)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_helpers import SPEC
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from drafter_helpers import SPEC
 from draftmill.drafter.network import Drafter
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -16,7 +16,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_phases_are_exact_far_out_even_after_a_cast_to_bf16():
     """Case 20: positions to 32767 against float64."""
     spec = replace(SPEC, head_dim=64, rope_theta=1e6, max_position_embeddings=32768)
-    drafter = Drafter(spec)
+    drafter = Drafter(spec).to(torch.bfloat16)
     positions = torch.arange(32768)
     exact = positions[:, None].double() * 1e6 ** (-torch.arange(0, 64, 2).double() / 64)
     cos, sin = drafter.rope(positions)

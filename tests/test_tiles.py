@@ -1,12 +1,12 @@
 """flex_attention's tiles against the dense rule, for every (query tile, key tile)."""
 
 import torch
-from drafter_helpers import SPEC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from draftmill.drafter.tiles import TILE, block_mask, tile_tables
+from drafter_helpers import SPEC
+from draftmill.drafter.tiles import TILE, block_mask, padded, tile_tables
 from draftmill.drafter.visibility import BlockLayout, LayerRule
 
 
@@ -31,13 +31,15 @@ def test_tiles_equal_the_dense_rule(case):
     layout, rule = case
     mask = layout.dense_mask(rule)
     some, every = tile_tables(layout, rule)
+    assert list(some.shape) == [padded(size) // TILE for size in mask.shape]
     assert not (some & every).any()
     for i in range(some.shape[0]):
         for j in range(some.shape[1]):
             tile = mask[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
             assert bool(some[i, j] | every[i, j]) >= bool(tile.any()), "a visible pair would be skipped"
-            assert not every[i, j] or bool(tile.all()), "an invisible pair would be seen"
-            if (j + 1) * TILE <= layout.context_rows and tile.all():
+            whole = tile.all() and tile.shape[1] == TILE and len(tile) > 0  # padded keys are never visible
+            assert not every[i, j] or bool(whole), "an invisible pair would be seen"
+            if (j + 1) * TILE <= layout.context_rows and whole:
                 assert every[i, j]
 
 
@@ -50,6 +52,9 @@ def test_flex_attention_with_these_tiles_equals_dense_attention():
         mask = layout.dense_mask(rule)
         q = torch.randn(1, 4, mask.shape[0], SPEC.head_dim)
         k, v = torch.randn(2, 1, 2, mask.shape[1], SPEC.head_dim)
-        flex = flex_attention(q, k, v, block_mask=block_mask(layout, rule), enable_gqa=True)
+        whole = [torch.nn.functional.pad(x, (0, 0, 0, padded(x.shape[-2]) - x.shape[-2]), value=9.0) for x in (q, k, v)]
+        flex = flex_attention(*whole, block_mask=block_mask(layout, rule), enable_gqa=True)
+        assert not flex[..., mask.shape[0] :, :].any()  # padded queries see nothing
+        flex = flex[..., : mask.shape[0], :]
         dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from run_helpers import tiny_config
 
 from draftmill.config.load import ConfigError, dump_config
 from draftmill.drafter.network import Drafter
@@ -21,6 +20,7 @@ from draftmill.text.dataset import PreparedDataset
 from draftmill.train import step as step_module
 from draftmill.train.checkpoint import complete_checkpoints, load_checkpoint
 from draftmill.train.loop import FINISHED
+from run_helpers import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,9 @@ def stop_after(monkeypatch, steps):
     monkeypatch.setattr(training, "stop_rule", rule)
 
 
-@pytest.mark.parametrize("overrides", [(), ("train.accumulation=2", "train.noise.kind=gaussian", "train.noise.scale=0.1")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("train.accumulation=2", "train.noise.kind=gaussian", "train.noise.scale=0.1")]
+)
 def test_interrupted_and_resumed_equals_straight_bit_for_bit(folder, monkeypatch, overrides):
     """P5, case 68: weights, moments, learning rate, order, counts; over an epoch's border; stopped twice."""
     tag = f"{len(overrides)}"
@@ -114,7 +116,9 @@ def start(config, folder):
     path = folder / f"{config.run.dir.name}.yaml"
     path.write_text(dump_config(config))
     return subprocess.Popen(
-        [sys.executable, "-m", "draftmill.cli", "train", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "draftmill.cli", "train", str(path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 

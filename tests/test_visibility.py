@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_helpers import ALL_LAYOUTS, SPEC, make_documents, make_drafter, make_pack, make_vocabulary
 
+from drafter_helpers import ALL_LAYOUTS, SPEC, make_documents, make_drafter, make_pack, make_vocabulary
 from draftmill.drafter.blocks import make_blocks
 from draftmill.drafter.forward import slot_hidden
 from draftmill.drafter.pack import to_device

@@ -15,31 +15,39 @@ from torch import Tensor
 
 from draftmill.config.spec import DrafterSpec
 from draftmill.drafter.network import Attend
-from draftmill.drafter.tiles import block_mask
+from draftmill.drafter.tiles import block_mask, padded
 from draftmill.drafter.visibility import BlockLayout, LayerRule
 
 
 def attend_blocks(spec: DrafterSpec, layout: BlockLayout) -> Attend:
     """The attention of every layer over one pack. Masks are built once per kind of layer, not per layer."""
     rules = [LayerRule.of(spec, layer) for layer in range(spec.num_layers)]
-    if layout.anchor.is_cuda:
-        masks = {rule: block_mask(layout, rule) for rule in dict.fromkeys(rules)}
+    make_mask = block_mask if layout.anchor.is_cuda else BlockLayout.dense_mask
+    masks = {rule: make_mask(layout, rule) for rule in dict.fromkeys(rules)}
+    attention = _flex if layout.anchor.is_cuda else _dense
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _compiled_flex()(q[None], k[None], v[None], block_mask=masks[rules[layer]], enable_gqa=True)[0]
-    else:
-        masks = {rule: layout.dense_mask(rule) for rule in dict.fromkeys(rules)}
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = masks[rules[layer]]
-            return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q[None], k[None], v[None], masks[rules[layer]])[0]
 
     return attend
 
 
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """[1, N, Q, D] and [1, G, K, D], padded here to the mask's whole tiles."""
+    queries = q.shape[-2]
+    q, k, v = (F.pad(x, (0, 0, 0, padded(x.shape[-2]) - x.shape[-2])) for x in (q, k, v))
+    return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[..., :queries, :]
+
+
 @cache
 def _compiled_flex() -> Any:
-    """flex_attention is fused only when compiled; `dynamic` keeps one kernel for all shapes."""
+    """flex_attention is fused only when compiled; `dynamic` makes one kernel for all shapes, and `fullgraph` an
+    error of what would otherwise fall back, silently, to dense scores.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

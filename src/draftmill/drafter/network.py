@@ -115,8 +115,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        frequencies, self.rope_factor = inverse_frequencies(spec)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        self._exact_frequencies, self.rope_factor = inverse_frequencies(spec)
+        self.register_buffer("inverse_frequencies", self._exact_frequencies.clone(), persistent=False)
 
     @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> None:
@@ -128,13 +128,19 @@ class Drafter(nn.Module):
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
+        """Moves and casts as any module does, except that RoPE's frequencies stay float32: bf16 ones are wrong."""
+        super()._apply(fn, recurse)
+        self.inverse_frequencies = self._exact_frequencies.to(self.inverse_frequencies.device)
+        return self
+
     def project(self, features: Tensor) -> Tensor:
         """Target features [.., S, n * H] -> context [.., S, H]."""
         return self.hidden_norm(self.fc(features))
 
     def rope(self, positions: Tensor) -> Rope:
         """In-document positions int64 [.., S] -> cos, sin float32 [.., S, D]."""
-        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies.float()
+        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
 

@@ -2,6 +2,9 @@
 
 A tile is TILE queries by TILE keys. For each, the rule's ranges tell whether no, every, or some (query, key)
 pair is visible; only the last kind evaluates the mask. No dense mask exists and nothing is read back.
+
+Queries and keys are padded to whole tiles, at least two: kernels for whole tiles are faster, and the compiler
+makes one kernel for all sizes from two on. Padded queries see nothing; nobody sees padded keys.
 """
 
 from __future__ import annotations
@@ -12,61 +15,77 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftmill.drafter.visibility import BlockLayout, LayerRule, block_range, context_range
+from draftmill.drafter.visibility import BlockLayout, LayerRule, block_range, context_range, visible
 
 TILE = 128  # what Hopper's flex kernels want, forward and backward
 
 
+def padded(length: int) -> int:
+    """`length` rounded up to whole tiles, at least two."""
+    return max(2, -(-length // TILE)) * TILE
+
+
 def tile_tables(layout: BlockLayout, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """(some, every): bool [query tiles, key tiles]; a tile that is neither is skipped.
+    """(some, every): bool [query tiles, key tiles] after padding; a tile that is neither is skipped.
 
     `every` may be missed where a tile straddles context and blocks, never claimed wrongly.
     """
     device = layout.anchor.device
     queries = len(layout.anchor) * rule.block_size
-    keys = layout.context_rows + queries
     query = torch.arange(queries, device=device)
     block, slot = query // rule.block_size, query % rule.block_size
     context = context_range(layout.anchor[block], slot, layout.document_start[block], rule.window)
-    low, high = block_range(slot, rule.block_size, rule.causal)
-    start = torch.arange(0, keys, TILE, device=device)  # first key of each key tile
-    end = (start + TILE).clamp(max=keys)
-    some_context, every_context = _cover(context, start, end)
-    some_block, every_block = _cover((layout.block_start[block] + low, layout.block_start[block] + high), start, end)
+    own_low, own_high = (layout.block_start[block] + b for b in block_range(slot, rule.block_size, rule.causal))
+    key_tile = torch.arange(0, padded(layout.context_rows + queries), TILE, device=device)
+    some_context, every_context = _cover(*context, key_tile)
+    some_block, every_block = _cover(own_low, own_high, key_tile)
     every = every_context | every_block
     return (some_context | some_block) & ~every, every
 
 
-def _cover(seen: tuple[Tensor, Tensor], start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Per query tile: does some query's range touch the key tile [start, end), does every query's range hold it."""
-    low, high = seen
+def _cover(low: Tensor, high: Tensor, key_tile: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [query tiles, key tiles]: some range [low, high) of the tile touches the keys, all its ranges hold them."""
     empty = high <= low
+    padding = padded(len(low)) - len(low)
     far = torch.iinfo(torch.int64).max // 2
-    padding = -len(low) % TILE
-    # rows past the last query exist in no one's output: they may neither forbid nor ask for a tile
-    lowest = F.pad(torch.where(empty, far, low), (0, padding), value=far).view(-1, TILE).amin(1)[:, None]
-    highest = F.pad(torch.where(empty, -far, high), (0, padding), value=-far).view(-1, TILE).amax(1)[:, None]
-    last_low = F.pad(torch.where(empty, far, low), (0, padding), value=-far).view(-1, TILE).amax(1)[:, None]
-    first_high = F.pad(torch.where(empty, -far, high), (0, padding), value=far).view(-1, TILE).amin(1)[:, None]
-    some = (lowest < end) & (highest > start)
-    every = (last_low <= start) & (first_high >= end)
-    return some, every
+
+    def per_tile(bound: Tensor, where_empty: int, where_padded: int) -> Tensor:
+        filled = F.pad(torch.where(empty, where_empty, bound), (0, padding), value=where_padded)
+        return filled.view(-1, TILE, 1)
+
+    # padded queries exist in no one's output: they neither ask for a tile nor stand in the way of a whole one
+    some = (per_tile(low, far, far).amin(1) < key_tile + TILE) & (per_tile(high, -far, -far).amax(1) > key_tile)
+    every = (per_tile(low, far, -far).amax(1) <= key_tile) & (per_tile(high, -far, far).amin(1) >= key_tile + TILE)
+    return some, every & some
 
 
 def block_mask(layout: BlockLayout, rule: LayerRule) -> Any:
-    """A flex_attention BlockMask over [context ; blocks]; heads share it."""
+    """A flex_attention BlockMask over padded queries and keys; heads share it."""
     from torch.nn.attention.flex_attention import BlockMask
 
     some, every = tile_tables(layout, rule)
     queries = len(layout.anchor) * rule.block_size
+    # closes over bare tensors, which the compiler takes as inputs: new documents are no new function
+    anchor, document_start, block_start = _with_inert_blocks(layout, rule, padded(queries))
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return layout.visible(rule, query, key)
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(anchor, document_start, block_start, rule, query, key)
 
     return BlockMask.from_kv_blocks(
-        *_packed(some), *_packed(every), BLOCK_SIZE=(TILE, TILE), mask_mod=visible,
-        seq_lengths=(queries, layout.context_rows + queries),
+        *_packed(some), *_packed(every), BLOCK_SIZE=(TILE, TILE), mask_mod=mask,
+        seq_lengths=(padded(queries), padded(layout.context_rows + queries)),
     )  # fmt: skip
+
+
+def _with_inert_blocks(layout: BlockLayout, rule: LayerRule, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The layout's tensors with a block for every padded query: no context, and slots behind all keys."""
+    missing = -(-queries // rule.block_size) - len(layout.anchor)
+    behind = torch.iinfo(torch.int32).max
+    return (
+        F.pad(layout.anchor, (0, missing)),
+        F.pad(layout.document_start, (0, missing)),
+        F.pad(layout.block_start, (0, missing), value=behind),
+    )
 
 
 def _packed(table: Tensor) -> tuple[Tensor, Tensor]:

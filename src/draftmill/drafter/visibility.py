@@ -66,16 +66,22 @@ class BlockLayout:
 
     def visible(self, rule: LayerRule, query: Tensor, key: Tensor) -> Tensor:
         """bool, elementwise on broadcastable int64 query and key indices."""
-        block, slot = query // rule.block_size, query % rule.block_size
-        context_low, context_high = context_range(
-            self.anchor[block], slot, self.document_start[block], rule.window
-        )  # an anchor is a context row, so this range never reaches the blocks' keys
-        block_low, block_high = block_range(slot, rule.block_size, rule.causal)
-        own = key - self.block_start[block]
-        return ((key >= context_low) & (key < context_high)) | ((own >= block_low) & (own < block_high))
+        return visible(self.anchor, self.document_start, self.block_start, rule, query, key)
 
     def dense_mask(self, rule: LayerRule) -> Tensor:
         """bool [A * B, C + A * B], True where the query sees the key."""
         queries = len(self.anchor) * rule.block_size
         index = torch.arange(self.context_rows + queries, device=self.anchor.device)
         return self.visible(rule, index[:queries, None], index[None, :])
+
+
+def visible(
+    anchor: Tensor, document_start: Tensor, block_start: Tensor, rule: LayerRule, query: Tensor, key: Tensor
+) -> Tensor:
+    """`BlockLayout.visible` over its bare tensors: what a compiled kernel evaluates, pair by pair."""
+    block, slot = query // rule.block_size, query % rule.block_size
+    # an anchor is a context row, so this range never reaches the blocks' keys
+    context_low, context_high = context_range(anchor[block], slot, document_start[block], rule.window)
+    block_low, block_high = block_range(slot, rule.block_size, rule.causal)
+    own = key - block_start[block]
+    return ((key >= context_low) & (key < context_high)) | ((own >= block_low) & (own < block_high))

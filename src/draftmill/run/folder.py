@@ -42,7 +42,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = open(self.path / "run.lock", "w")  # noqa: SIM115 - held while the run lasts
+        lock = open(self.path / "run.lock", "w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

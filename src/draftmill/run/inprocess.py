@@ -81,6 +81,6 @@ class InProcessFeed:
         by_reason: dict[str, list[int]] = {}
         for document, reason in self._stream.filtered:
             by_reason.setdefault(reason, []).append(document)
-        for reason, documents in by_reason.items():
+        for why, documents in by_reason.items():
             if not self._ledger.has_ended(epoch, documents[0]):
-                self._ledger.enter(epoch, documents, Outcome.FILTERED, reason)
+                self._ledger.enter(epoch, documents, Outcome.FILTERED, why)

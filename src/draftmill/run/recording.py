@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ class Recorder:
         self._progress.update(steps[-1].step, tokens=self._tokens, **shown)
 
 
-def summarise(sums: LossSums) -> dict[str, float | list[float]]:
+def summarise(sums: LossSums) -> dict[str, Any]:
     """Means of a metric row. `expected_tau`: 1 + hits before the first miss, teacher forced; not real decoding."""
     counted = sums.counted.clamp_min(1)
     blocks = float(sums.counted[0])  # every drawn anchor's first slot counts

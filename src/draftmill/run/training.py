@@ -31,6 +31,7 @@ from draftmill.run.ledger import Ledger
 from draftmill.run.recording import Recorder, device_name
 from draftmill.slots.memory import LocalSlots
 from draftmill.slots.pool import SlotPool
+from draftmill.target.loading import config_hash
 from draftmill.target.model import Target
 from draftmill.text.dataset import PreparedDataset
 from draftmill.text.identity import tokenizer_identity
@@ -67,7 +68,7 @@ def run_training(config: Config, resume: bool = False) -> TrainResult:
     with RunFolder(config, resume) as folder, EventLog(folder.path / "events.jsonl") as events:
         restored = newest_checkpoint(folder, events.event) if resume else None
         target = Target.load(config.target.path, config.target.dtype, config.target.device, spec.target_layer_ids)
-        dataset.check_target(tokenizer_identity(target.tokenizer))
+        dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(target.tokenizer)})
         spec = replace(spec, **asdict(target.quirks))
         session = Session(config, folder, dataset, target, spec, events, restored)
         return session.run()
@@ -167,7 +168,7 @@ class Session:
                 step=self.step,
             )
             if not self.step:
-                training.save_once()  # the untrained drafter, to compare with
+                training.save_once()  # to compare with; and a full or read-only disk shows now, not hours later
             reason = train(training)
         self.events.event("finished" if reason == FINISHED else "stopped", step=training.step, reason=reason)
         newest = complete_checkpoints(self.folder.checkpoints)[0][-1]

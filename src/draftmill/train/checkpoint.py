@@ -1,11 +1,11 @@
 """Checkpoints on disk: written aside, synced, renamed, marker last. Readers only ever see complete ones.
 
-    checkpoints/step-120/
-        drafter.safetensors     float32 masters, named as exported
-        optimizer.safetensors   moments and step counters
-        ledger.safetensors      fate of every document of the open epochs
-        state.json              schema version, step, spec, config, position, counts
-        COMPLETE                marker, written last: the files' sizes
+checkpoints/step-120/
+    drafter.safetensors     float32 masters, named as exported
+    optimizer.safetensors   moments and step counters
+    ledger.safetensors      fate of every document of the open epochs
+    state.json              schema version, step, spec, config, position, counts
+    COMPLETE                marker, written last: the files' sizes
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Inside a micro-step the host never waits for the device. Sums are read when some
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor

@@ -73,7 +73,9 @@ class Optimizer:
         """Inverse of `state`. Raises ValueError where names or shapes differ."""
         expected = {f"{key}.{name}" for name in self._parameters for key in ("exp_avg", "exp_avg_sq", "step")}
         if set(tensors) != expected:
-            raise ValueError(f"optimizer state does not fit: {sorted(set(tensors) ^ expected)[:4]} are on one side only")
+            raise ValueError(
+                f"optimizer state does not fit: {sorted(set(tensors) ^ expected)[:4]} are on one side only"
+            )
         for name, parameter in self._parameters.items():
             fresh = _fresh_state(parameter)
             for key, value in fresh.items():

@@ -1,0 +1,98 @@
+"""`draftmill prepare`: conversations become token rows that know which tokens the target generated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from draftmill.cli.arguments import TargetPath, TemplateOptions, target_folder, template_options
+
+if TYPE_CHECKING:
+    from draftmill.text.prepare import PrepareOptions, Progress, Summary
+
+
+def prepare(
+    conversations: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="FILE...", help="JSONL files, plain or .gz.")
+    ],
+    target: TargetPath,
+    out: Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")],
+    turns: Annotated[
+        Literal["all", "last"], typer.Option(help="Learn from every assistant turn, or from the last only.")
+    ] = "all",
+    max_length: Annotated[int, typer.Option(min=2, help="Longer rows are cut to this many tokens.")] = 8192,
+    mask_token_id: Annotated[int | None, typer.Option(min=0, help="Token of the slots to predict; see below.")] = None,
+    max_dropped_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Stop if more than this share of the rows is dropped.")
+    ] = 0.1,
+    template_option: TemplateOptions = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row instead of counting it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing prepared dataset.")] = False,
+) -> None:
+    """Turn conversations into a dataset to train on.
+
+    \b
+    Examples:
+      draftmill prepare chats.jsonl --target TARGET --out data/prepared
+      draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
+      draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
+
+    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. The
+    responses should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template,
+    and only tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+
+    The mask token fills the slots to predict. It is --mask-token-id, or the tokenizer's own mask token, or a token that
+    the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
+    """
+    options = template_options(template_option)
+    folder = target_folder(target)
+    from transformers import AutoTokenizer
+
+    from draftmill.cli.display import Display
+    from draftmill.text.prepare import prepare
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    settings = _options(
+        folder,
+        tokenizer,
+        turns=turns,
+        max_length=max_length,
+        mask_token_id=mask_token_id,
+        max_dropped_share=max_dropped_share,
+        template_options=options,
+        strict=strict,
+        overwrite=overwrite,
+    )
+    with Display("read %") as display:
+
+        def show(now: Progress) -> None:
+            percent = 100 * now.done_bytes // max(now.total_bytes, 1)
+            display.show(percent, 100, kept=now.kept, dropped=now.dropped)
+
+        summary = prepare(conversations, tokenizer, out, settings, progress=show)
+    _report(summary)
+    typer.echo(f"wrote {out}")
+
+
+def _report(summary: Summary) -> None:
+    for warning in summary.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(summary.table())
+    if mask := summary.mask_token:
+        typer.echo(f"mask token {mask.id} {mask.text!r} ({mask.chosen_by})")
+
+
+def _options(folder: Path, tokenizer: Any, **chosen: Any) -> PrepareOptions:
+    """Adds what the target's files say. Its weights are not needed, so they are not loaded."""
+    from draftmill.config.resolve import TargetShape
+    from draftmill.target.loading import config_hash, stop_ids
+    from draftmill.text.prepare import PrepareOptions
+
+    return PrepareOptions(
+        stop_ids=stop_ids(folder, tokenizer),
+        vocab_size=TargetShape.read(folder).number("vocab_size"),
+        config_hash=config_hash(folder),
+        **chosen,
+    )

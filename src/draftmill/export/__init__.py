@@ -1,0 +1,1 @@
+"""Drafters on disk for other engines, and the proof that they load there and draft the same."""

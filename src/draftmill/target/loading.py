@@ -1,0 +1,105 @@
+"""Reads a Hugging Face folder into a frozen model: every tensor from the file, none initialised."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"target.device is {name}, but torch sees no GPU here: set target.device=auto or cpu")
+    return torch.device(name)
+
+
+def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """(model, tokenizer): in eval mode, without gradients. Raises ValueError if the files lack a tensor."""
+    from transformers import AutoTokenizer
+
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"target.path {path} holds no config.json: give a Hugging Face folder with config.json, safetensors and "
+            "tokenizer (a GGUF file is converted into one first)"
+        )
+    model_class = _model_class(path)
+    model, info = model_class.from_pretrained(
+        str(path), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"target.path {path}: its files lack {len(missing)} tensors of {type(model).__name__} "
+            f"({', '.join(missing[:4])}{', ..' if len(missing) > 4 else ''}); they would be random. "
+            "Use a complete checkpoint whose tensor names fit its config.json"
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        log.warning("target %s: %d tensors of the files are not used: %s", path, len(unused), ", ".join(unused[:4]))
+    model.to(device).eval().requires_grad_(False)
+    return model, AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+def _model_class(path: Path) -> Any:
+    """The causal class, or the one of a vision wrapper whose text model is used alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    for candidate in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in candidate._model_mapping:
+            return candidate
+    raise ValueError(f"target.path {path}: {config.model_type} is not a causal language model: use one")
+
+
+def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a response: of generation_config.json, else config.json, and the tokenizer's end token."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    else:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(str(path), local_files_only=True))
+    return _end_tokens(generation, tokenizer)
+
+
+def stop_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The same for a model in memory."""
+    return _end_tokens(model.generation_config, tokenizer)
+
+
+def _end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
+    ends = [generation.eos_token_id, tokenizer.eos_token_id]
+    found = {token for end in ends if end is not None for token in (end if isinstance(end, list) else [end])}
+    if not found:
+        raise ValueError("the target names no end token: set eos_token_id in its generation_config.json")
+    return frozenset(found)
+
+
+def config_hash(path: Path) -> str:
+    """sha256 of the target's config.json: datasets and runs name the target they are for by it."""
+    return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+
+
+def identity(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What the target was, for manifests and exports: a drafter fits the very weights it was trained on."""
+    source = path / "draftmill_source.json"
+    quantization = getattr(model.config, "quantization_config", None)
+    return {
+        "name": path.resolve().name,
+        "model_type": model.config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization
+        if quantization is None or isinstance(quantization, dict)
+        else quantization.to_dict(),
+        "weight_bytes": {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))},
+        "converted_from": json.loads(source.read_text(encoding="utf-8")) if source.is_file() else None,
+    }

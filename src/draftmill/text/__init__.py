@@ -1,0 +1,1 @@
+"""How conversations become token rows with supervision, and rows become packs."""
