@@ -75,7 +75,7 @@ def _verify(out: Path, target: Path, prompts: Path, limit: int) -> OracleReport:
             target,
             prompts,
             EvaluationSettings(limit=limit),
-            on_progress=lambda now: display.show(now.done, now.prompts, tokens=now.tokens),
+            on_progress=display.show,
         )
     for mismatch in report.mismatches:
         typer.echo(f"differs: {mismatch}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,13 +89,18 @@ def verify_with_dflash(
     responses: Sequence[ResponseLike],
     *,
     epsilon: float | None = None,
+    on_prompt: Callable[[int], None] | None = None,
 ) -> OracleReport:
-    """`responses`: ours, decoded with the drafter loaded from the same folder and the same target."""
+    """`responses`: ours, decoded with the drafter loaded from the same folder and the same target. `on_prompt` is told
+    how many prompts are compared.
+    """
     package = _import_dflash()
     dtype, device = next(hf_model.parameters()).dtype, next(hf_model.parameters()).device
     model = _load(package, folder, dtype).to(device).eval()
     report = OracleReport(EPSILON.get(dtype, EPSILON_OTHER) if epsilon is None else epsilon, len(prompts))
     for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if on_prompt is not None:
+            on_prompt(index)
         first, rounds, tokens = _generate(package, model, hf_model, prompt, max_new_tokens, stop_ids)
         report.rounds += len(rounds)
         if response.tokens[0] != first.token and first.tie(response.tokens[0], report.epsilon):

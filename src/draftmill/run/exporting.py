@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from draftmill.evaluate.decode import draft_and_verify
-from draftmill.evaluate.responses import OnProgress
 from draftmill.export.verify import OracleReport, verify_with_dflash
 from draftmill.export.zlab import write_export
 from draftmill.run.drafters import find_drafter
@@ -32,17 +32,20 @@ def verify_export(
     prompts: Path,
     settings: EvaluationSettings,
     *,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> OracleReport:
     """Decode `prompts` with the export here and in the `dflash` package, and compare every round.
 
-    Always float32: in bfloat16 two correct implementations round differently and nothing could be concluded.
+    `on_progress` is told (prompts done, prompts in all), first of our decoding and then of the package's. Always float32: in bfloat16 two correct implementations round differently and nothing could be concluded.
     """
     pair = load_pair(folder, target, prompts, replace(settings, dtype="float32"))
+    tell = on_progress or (lambda done, prompts: None)
+    count = len(pair.prompts)
     responses = draft_and_verify(
         pair.target, pair.found.drafter, pair.prompts, settings.max_new_tokens,
-        batch_size=settings.batch_size, on_progress=on_progress,
+        batch_size=settings.batch_size, on_progress=lambda now: tell(now.done, count),
     )  # fmt: skip
     return verify_with_dflash(
-        folder, pair.target.model, pair.prompts, settings.max_new_tokens, sorted(pair.target.stop_ids), responses
-    )
+        folder, pair.target.model, pair.prompts, settings.max_new_tokens, sorted(pair.target.stop_ids), responses,
+        on_prompt=lambda done: tell(done, count),
+    )  # fmt: skip
