@@ -36,7 +36,8 @@ def verify_export(
 ) -> OracleReport:
     """Decode `prompts` with the export here and in the `dflash` package, and compare every round.
 
-    `on_progress` is told (prompts done, prompts in all), first of our decoding and then of the package's. Always float32: in bfloat16 two correct implementations round differently and nothing could be concluded.
+    `on_progress` is told (prompts done, prompts in all), first of our decoding and then of the package's. Always
+    float32: in bfloat16 two correct implementations round differently and nothing could be concluded.
     """
     pair = load_pair(folder, target, prompts, replace(settings, dtype="float32"))
     tell = on_progress or (lambda done, prompts: None)
