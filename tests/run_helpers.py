@@ -59,6 +59,7 @@ def tiny_config(folder: Path, run: str, *overrides: str, **dataset):
         "train.dtype": "float32",
         "run.dir": folder / run,
         "run.device": "cpu",
+        "pipeline.mode": "inprocess",
         "run.threads": 1,
         "run.log_every": 2,
         "run.checkpoint_every": 3,

@@ -274,6 +274,9 @@ def test_settings_free_on_resume() -> None:
     assert {name for name, setting in settings().items() if setting.free_on_resume} == {
         *("target.device", "train.time_limit_minutes"),
         *("run.dir", "run.device", "run.log_every", "run.checkpoint_every", "run.keep_checkpoints"),
+        *("pipeline.mode", "pipeline.targets", "pipeline.slots", "pipeline.stop_seconds"),
+        *("pipeline.target_restarts", "pipeline.drafter_restarts", "pipeline.start_timeout_seconds"),
+        *("pipeline.lease_timeout_seconds", "pipeline.step_timeout_seconds"),
     }
 
 

@@ -14,6 +14,7 @@ from draftmill.config.load import ConfigError, dump_config
 from draftmill.drafter.network import Drafter
 from draftmill.observe.metrics import read_rows
 from draftmill.run import training
+from draftmill.run.failure import RunFailed
 from draftmill.run.training import run_training
 from draftmill.target.model import NonFiniteFeatures, Target
 from draftmill.text.dataset import PreparedDataset
@@ -157,8 +158,8 @@ def test_every_trained_tensor_moves_and_nothing_else_does(folder):
     assert torch.equal(before, Target.load(config.target.path, "bfloat16", "cpu", (1, 3)).vocabulary().embedding)
 
 
-def test_documents_whose_features_are_not_finite_fail_with_a_reason(folder, monkeypatch):
-    """Case 51 (d): the pack is a micro-step of zero weight, its documents are counted, training goes on."""
+def test_documents_whose_features_are_not_finite_fail_alone_with_a_reason(folder, monkeypatch):
+    """Case 51 (d): the guilty document is counted, the rest of its pack trains."""
     original, calls = Target.features, []
 
     def features(self, token_ids, lengths):
@@ -170,12 +171,66 @@ def test_documents_whose_features_are_not_finite_fail_with_a_reason(folder, monk
     monkeypatch.setattr(Target, "features", features)
     config = tiny_config(folder, "nonfinite-features", "train.steps=null", "train.epochs=1")
     result = run_training(config)
-    failed = result.ended["failed: nonfinite_features"]
-    assert failed == calls[1]
-    assert result.ended["trained"] == len(PreparedDataset.open(config.data.path)) - failed
-    events = {row["event"]: row for row in read_rows(config.run.dir / "events.jsonl")}
-    assert len(events["pack_dropped"]["documents"]) == failed
-    assert events["update_skipped"]["reason"] == "no_weight"
+    rows = len(PreparedDataset.open(config.data.path))
+    assert calls[2] == calls[1] - 1 > 0
+    assert result.ended == {"trained": rows - 1, "failed: nonfinite_features": 1}
+    events = [row for row in read_rows(config.run.dir / "events.jsonl") if row["event"] == "documents_failed"]
+    assert [(len(row["documents"]), row["reason"]) for row in events] == [(1, "nonfinite_features")]
+
+
+def test_a_pack_without_any_document_left_is_a_micro_step_of_zero_weight(folder, monkeypatch):
+    """Case 42: the update is skipped, the step counts, and training goes on."""
+    original, calls = Target.features, []
+
+    def features(self, token_ids, lengths):
+        calls.append(len(lengths))
+        if len(calls) == 2:
+            raise NonFiniteFeatures(list(range(len(lengths))))
+        return original(self, token_ids, lengths)
+
+    monkeypatch.setattr(Target, "features", features)
+    config = tiny_config(folder, "empty-pack", "train.steps=null", "train.epochs=1")
+    result = run_training(config)
+    rows = len(PreparedDataset.open(config.data.path))
+    assert result.ended == {"trained": rows - calls[1], "failed: nonfinite_features": calls[1]}
+    skipped = [row for row in read_rows(config.run.dir / "events.jsonl") if row["event"] == "update_skipped"]
+    assert [(row["step"], row["reason"]) for row in skipped] == [(2, "no_weight")]
+
+
+def test_a_run_that_learns_nothing_fails(folder, monkeypatch):
+    """Cases 34, 51 (c): no step moves a weight, so there is no "finished"."""
+
+    def features(self, token_ids, lengths):
+        raise NonFiniteFeatures(list(range(len(lengths))))
+
+    monkeypatch.setattr(Target, "features", features)
+    config = tiny_config(folder, "nothing", "train.steps=4")
+    with pytest.raises(RunFailed, match="no weight has moved in the last 4 steps, the last one for no_weight"):
+        run_training(config)
+
+
+def test_a_start_that_failed_can_be_made_again(folder):
+    config = tiny_config(folder, "again", "data.path=/nowhere")
+    with pytest.raises(ValueError, match="nowhere"):
+        run_training(config)
+    broken = tiny_config(folder, "again", "target.device=cuda")
+    with pytest.raises(ValueError, match="no GPU here"):
+        run_training(broken)
+    assert run_training(tiny_config(folder, "again")).reason == FINISHED
+
+
+def test_other_weights_are_another_target(folder, tmp_path):
+    """Case 76: the same shapes and settings, other weights: refused on resume."""
+    config = tiny_config(folder, "weights")
+    run_training(config)
+    weights = config.target.path / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.write_bytes(kept[:-4] + b"\x00\x00\x00\x40")
+        with pytest.raises(ConfigError, match="is not the target of this run"):
+            run_training(config, resume=True)
+    finally:
+        weights.write_bytes(kept)
 
 
 def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch):
@@ -262,7 +317,8 @@ def test_the_manifest_says_what_ran(folder):
     config = tiny_config(folder, "manifest")
     run_training(config)
     manifest = json.loads((config.run.dir / "manifest.json").read_text())
-    assert manifest["threads"] == 1 and manifest["device"] == "cpu" and manifest["packages"]["torch"]
+    assert manifest["numerics"]["threads"] == 1 and manifest["numerics"]["devices"] == ["cpu"]
+    assert manifest["packages"]["torch"] == manifest["numerics"]["torch"]
     assert manifest["dataset"]["fingerprint"] == PreparedDataset.open(config.data.path).fingerprint
     assert manifest["drafter"]["target_layer_ids"] == [1, 3]
     assert os.listdir(config.run.dir / "checkpoints") and not list(config.run.dir.glob("checkpoints/.*"))

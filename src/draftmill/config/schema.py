@@ -211,12 +211,44 @@ class TrainConfig(Section):
         return self
 
 
+class PipelineConfig(Section):
+    mode: Annotated[Literal["processes", "inprocess"], Field(json_schema_extra=FREE_ON_RESUME)] = "processes"
+    """processes: targets and drafters side by side. inprocess: one of each, taking turns; the same weights."""
+
+    targets: Annotated[int, Field(ge=1, json_schema_extra=FREE_ON_RESUME)] = 1
+    """Target workers."""
+
+    drafters: Annotated[int, Field(ge=1)] = 1
+    """Drafter workers: each trains on its share of the packs, all take the same steps."""
+
+    slots: Annotated[int, Field(ge=1, json_schema_extra=FREE_ON_RESUME)] = 4
+    """Packs per drafter in work or waiting to be trained on. This bounds memory: a slot holds pack_tokens features."""
+
+    target_restarts: Annotated[int, Field(ge=0, json_schema_extra=FREE_ON_RESUME)] = 5
+    """How often each target worker is started again after it died."""
+
+    drafter_restarts: Annotated[int, Field(ge=0, json_schema_extra=FREE_ON_RESUME)] = 3
+    """How often the drafters are started again, from the newest checkpoint, after one was killed."""
+
+    start_timeout_seconds: Annotated[float, Field(gt=0, json_schema_extra=FREE_ON_RESUME)] = 600.0
+    """Longest start-up phase of a worker, such as loading weights."""
+
+    lease_timeout_seconds: Annotated[float, Field(gt=0, json_schema_extra=FREE_ON_RESUME)] = 300.0
+    """Longest work of a target on one pack; a target over it is taken for hung and replaced."""
+
+    step_timeout_seconds: Annotated[float, Field(gt=0, json_schema_extra=FREE_ON_RESUME)] = 600.0
+    """Longest work of a drafter on one pack; a drafter over it is taken for hung."""
+
+    stop_seconds: Annotated[float, Field(ge=0, json_schema_extra=FREE_ON_RESUME)] = 20.0
+    """How long workers may take to leave at the end before they are killed."""
+
+
 class RunConfig(Section):
     dir: Annotated[Path, Field(json_schema_extra=FREE_ON_RESUME)]
     """Run folder: config, manifest, metrics, events, checkpoints."""
 
     threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads per worker. None leaves torch's choice; it is recorded, since CPU sums depend on it."""
+    """CPU threads per worker. None shares the cores out evenly; CPU sums depend on it in their last bits."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", json_schema_extra=FREE_ON_RESUME)] = "auto"
     """Where the drafter trains: auto (a GPU where there is one), cpu, cuda or cuda:N."""
@@ -238,4 +270,5 @@ class Config(Section):
     drafter: DrafterConfig = DrafterConfig()
     data: DataConfig
     train: TrainConfig
+    pipeline: PipelineConfig = PipelineConfig()
     run: RunConfig

@@ -5,7 +5,7 @@ V vocabulary, H hidden size. Any leading shape is written `..`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,14 @@ class FrozenVocabulary:
             raise ValueError(f"embedding {tuple(self.embedding.shape)} and head {tuple(self.head.shape)} differ")
         if self.embedding.requires_grad or self.head.requires_grad:
             raise ValueError("the target's embedding and head must be frozen (requires_grad False)")
+
+    def to(self, device: torch.device) -> FrozenVocabulary:
+        """Itself where it is on `device` already; else a copy there, tied or not as before."""
+        if self.embedding.device == device:
+            return self
+        embedding = self.embedding.to(device)
+        tied = self.head is self.embedding or self.head.data_ptr() == self.embedding.data_ptr()
+        return replace(self, embedding=embedding, head=embedding if tied else self.head.to(device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [..] -> [.., H] in the embedding's dtype."""

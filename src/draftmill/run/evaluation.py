@@ -95,7 +95,7 @@ def _answered_turn(messages: Sequence[Any]) -> int | None:
 def _warn_of_another_target(provenance: dict[str, Any], target: Target) -> None:
     trained = provenance.get("target") or {}
     given = target.identity()
-    for key in ("name", "quantization", "weight_bytes"):
+    for key in ("name", "quantization", "weights"):
         if key in trained and trained[key] != given[key]:
             log.warning(
                 "the drafter was trained for a target with %s %s, this one has %s: acceptance is of this pairing",

@@ -63,22 +63,23 @@ class RunFolder:
             self._lock.close()
 
     def _claim(self) -> None:
+        """A folder holds a run once it holds a checkpoint; a start that failed before that may be made again."""
         stored = self.path / "config.yaml"
-        if not stored.exists():
-            if self._resume:
-                raise ConfigError(f"run.dir = {self.path} holds no run to resume: start without --resume")
-            stored.write_text(dump_config(self._config))
-            return
-        if not self._resume:
+        begun = any(self.checkpoints.glob("step-*"))
+        if self._resume and not stored.exists():
+            raise ConfigError(f"run.dir = {self.path} holds no run to resume: start without --resume")
+        if begun and not self._resume:
             raise ConfigError(
                 f"run.dir = {self.path} already holds a run: continue it with --resume, or choose another folder"
             )
-        if changed := trajectory_differences(load_config(stored), self._config):
+        if begun and (changed := trajectory_differences(load_config(stored), self._config)):
             raise ConfigError(
                 *(f"{change}: this would change the trained weights" for change in changed),
                 source=f"{self.path} cannot be resumed with other settings; restore them or start a new run",
             )
-        stored.write_text(dump_config(self._config))
+        aside = self.path / ".config.yaml"
+        aside.write_text(dump_config(self._config))
+        aside.rename(stored)
 
     def write_manifest(self, **facts: Any) -> None:
         """What ran here, for a reader years later."""

@@ -1,4 +1,4 @@
-"""The pipeline in one process: planner, target, slot and drafter take turns. The reference for every other way.
+"""The pipeline in one process: stream, target, slot and drafter take turns. The reference for every other way.
 
     PackStream --Pack--> Lease --target--> slot --Filled--> loop --Freed-->
 
@@ -9,78 +9,100 @@ processes elsewhere, so the weights are those of any other arrangement.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 
-from draftmill.run.ledger import Ledger
-from draftmill.slots.memory import LocalSlots
+from draftmill.config.load import ConfigError
+from draftmill.run.books import Books
+from draftmill.run.decisions import Removal
+from draftmill.run.plan import RunPlan
+from draftmill.run.reporting import StepReporter
+from draftmill.run.target_worker import answer
+from draftmill.slots.memory import LocalSlots, SlotLayout
 from draftmill.slots.pool import SlotPool
-from draftmill.target.model import NonFiniteFeatures, Target
+from draftmill.target.loading import resolve_device
+from draftmill.target.model import Target
 from draftmill.text.packing import PackStream
-from draftmill.train.feed import FilledPack
-from draftmill.wire import Dropped, Filled, Lease, Outcome, Pack
+from draftmill.train.checkpoint import Checkpoint
+from draftmill.train.feed import FeedStopped, FilledPack
+from draftmill.train.gradients import Alone
+from draftmill.train.session import DrafterSession
+from draftmill.wire import Lease, Pack, Rejected, without
 
-NONFINITE_FEATURES = "nonfinite_features"
+SLOTS = 1  # packs are filled when asked for: one place is all that one process can use
 
 
 class InProcessFeed:
-    """A `train.feed.Feed` over one target. `end` is the seq after the last pack, None for no end."""
+    """A `train.feed.Feed` over one target."""
 
     def __init__(
         self,
+        plan: RunPlan,
         stream: PackStream,
         target: Target,
-        pool: SlotPool,
         memory: LocalSlots,
-        ledger: Ledger,
-        end: int | None,
-        report: Callable[..., None],
+        books: Books,
+        stop_reason: Callable[[], str | None],
     ) -> None:
-        self._stream, self._target = stream, target
-        self._pool, self._memory = pool, memory
-        self._ledger, self._end, self._report = ledger, end, report
-        self._filtered_through = -1  # newest epoch whose filtered documents are entered
+        self._plan, self._stream, self._target, self._books = plan, stream, target, books
+        self._pool, self._memory = SlotPool(SLOTS), memory
+        self._stop_reason = stop_reason
+        self._asked = stream.position["seq"]  # micro-steps begun, those after the data's end included
+        self._leases = 0
 
     def next(self) -> FilledPack | None:
-        """None after the end, and for a pack that could not be filled: its documents are entered as failed."""
-        if self._end is not None and self._stream.position["seq"] >= self._end:
+        """None after the end, and for a pack of which nothing could be filled."""
+        if self._asked % self._plan.packs_per_step == 0 and (reason := self._stop_reason()):
+            raise FeedStopped(reason)
+        self._asked += 1
+        if self._plan.end is not None and self._stream.position["seq"] >= self._plan.end:
             return None
-        pack = next(self._stream)
-        self._enter_filtered(pack.epoch)
-        slot = self._pool.lease(pack.seq)
-        if slot is None:
-            raise RuntimeError(f"no free slot for pack {pack.seq}: the loop holds one it should have freed")
-        answer = self._fill(pack, Lease(pack.seq, slot))
-        if isinstance(answer, Dropped):
+        pack: Pack | None = next(self._stream)
+        while pack is not None:
+            slot = self._pool.lease(pack.seq)
+            if slot is None:
+                raise RuntimeError(f"no free slot for pack {pack.seq}: the loop holds one it should have freed")
+            self._leases += 1
+            said = answer(Lease(self._leases, 0, slot, pack, False), self._target, self._memory)
+            if not isinstance(said, Rejected):
+                self._pool.fill(slot, pack.seq)
+                self._pool.read(slot, pack.seq)
+                self._books.delivered(pack)
+                return FilledPack(pack, slot, self._memory.read(slot, pack.tokens))
             self._pool.drop(slot, pack.seq)
-            documents = [span.document for span in pack.documents]
-            self._ledger.enter(pack.epoch, documents, Outcome.FAILED, answer.reason)
-            self._report("pack_dropped", seq=pack.seq, epoch=pack.epoch, reason=answer.reason, documents=documents)
-            return None
-        self._pool.fill(slot, pack.seq)
-        self._pool.read(slot, pack.seq)
-        return FilledPack(pack, slot, self._memory.read(slot, pack.tokens))
+            removal = Removal(pack.seq, pack.epoch, said.documents, said.reason)
+            self._books.removed(removal)
+            self._books.report("documents_failed", **asdict(removal))
+            pack = without(pack, said.documents)
+        return None
 
     def free(self, filled: FilledPack) -> None:
         self._pool.free(filled.slot, filled.pack.seq)
 
-    def _fill(self, pack: Pack, lease: Lease) -> Filled | Dropped:
-        token_ids = torch.from_numpy(pack.token_ids).long()
-        try:
-            features = self._target.features(token_ids, [span.length for span in pack.documents])
-        except NonFiniteFeatures:
-            return Dropped(lease.seq, lease.slot, NONFINITE_FEATURES)
-        self._memory.write(lease.slot, features)
-        return Filled(lease.seq, lease.slot)
 
-    def _enter_filtered(self, epoch: int) -> None:
-        """Once per epoch; a resumed run finds them entered already."""
-        if epoch <= self._filtered_through:
-            return
-        self._filtered_through = epoch
-        by_reason: dict[str, list[int]] = {}
-        for document, reason in self._stream.filtered:
-            by_reason.setdefault(reason, []).append(document)
-        for why, documents in by_reason.items():
-            if not self._ledger.has_ended(epoch, documents[0]):
-                self._ledger.enter(epoch, documents, Outcome.FILTERED, why)
+def run_in_process(
+    plan: RunPlan, books: Books, restored: Checkpoint | None, stop_reason: Callable[[], str | None]
+) -> str:
+    """Returns why training ended."""
+    config, spec = plan.config, plan.spec
+    if config.pipeline.drafters != 1:
+        raise ConfigError(
+            f"pipeline.drafters is {config.pipeline.drafters}, but pipeline.mode is inprocess, which has one: "
+            "set pipeline.mode=processes"
+        )
+    torch.set_num_threads(plan.threads)
+    target = Target.load(config.target.path, config.target.dtype, config.target.device, spec.target_layer_ids)
+    device = resolve_device(config.run.device)
+    session = DrafterSession(config, spec, target.vocabulary().to(device), device, restored)
+    stream = plan.stream(restored.state["position"] if restored else None)
+    reporter = StepReporter(config.run.log_every, books.receive)
+
+    def save(step: int) -> None:
+        reporter.flush()
+        session.write(step)
+        books.seal(step, stream)
+
+    memory = LocalSlots(SlotLayout(SLOTS, config.data.pack_tokens, spec.feature_size, config.target.dtype), device)
+    feed = InProcessFeed(plan, stream, target, memory, books, stop_reason)
+    return session.train(plan.steps, feed, Alone(), reporter, save)

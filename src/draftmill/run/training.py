@@ -1,49 +1,40 @@
-"""A whole training run in one process: everything is checked first, then loaded, then trained or resumed.
+"""`run_training`: a run from its settings to its end, started or resumed, in one process or in many.
 
-The order matters: settings and dataset are refused before the target is loaded, the target before the run
-folder records a start, and a checkpoint is restored before the first pack is planned.
+The order matters: settings and dataset are refused before the run folder is touched, and a checkpoint is restored
+before the first pack is planned.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from draftmill.config.load import ConfigError
-from draftmill.config.resolve import decay_gamma, resolve_spec
 from draftmill.config.schema import Config
 from draftmill.config.spec import DrafterSpec
-from draftmill.drafter.network import Drafter
 from draftmill.observe.console import Progress
 from draftmill.observe.metrics import EventLog, MetricsLog
+from draftmill.run.books import Books
 from draftmill.run.folder import RunFolder
-from draftmill.run.inprocess import InProcessFeed
+from draftmill.run.inprocess import run_in_process
 from draftmill.run.ledger import Ledger
-from draftmill.run.recording import Recorder, device_name
-from draftmill.slots.memory import LocalSlots
-from draftmill.slots.pool import SlotPool
-from draftmill.target.loading import config_hash
-from draftmill.target.model import Target
-from draftmill.text.dataset import PreparedDataset
-from draftmill.text.identity import tokenizer_identity
-from draftmill.text.packing import PackStream
-from draftmill.train.checkpoint import Checkpoint, complete_checkpoints, load_checkpoint, save_checkpoint
-from draftmill.train.loop import FINISHED, TrainRun, train
-from draftmill.train.optimizer import Optimizer
-from draftmill.train.step import EagerStep
+from draftmill.run.plan import RunPlan, plan_run
+from draftmill.run.process import COMMAND
+from draftmill.run.supervisor import Supervisor
+from draftmill.train.checkpoint import Checkpoint, complete_checkpoints, load_checkpoint, remove_unfinished
+from draftmill.train.loop import FINISHED
 
 log = logging.getLogger(__name__)
-
-SLOTS = 1  # packs are filled when asked for: one place is all that one process can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +46,39 @@ class TrainResult:
     ended: dict[str, int]  # documents over all epochs, by how they ended
 
 
-def run_training(config: Config, resume: bool = False) -> TrainResult:
-    """Train the drafter that `config` describes, in `config.run.dir`.
+def run_training(config: Config, resume: bool = False, command: Sequence[str] = COMMAND) -> TrainResult:
+    """Train the drafter that `config` describes, in `config.run.dir`. `command` starts a worker.
 
     Raises ConfigError for settings that cannot be used, ValueError for a dataset or target that does not fit.
     """
-    dataset = PreparedDataset.open(config.data.path)
-    spec = resolve_spec(config, mask_token(config, dataset))
-    decay_gamma(config.train.loss, spec.block_size)  # refused here, not after the target is loaded
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    with RunFolder(config, resume) as folder, EventLog(folder.path / "events.jsonl") as events:
+    plan = plan_run(config)
+    with (
+        RunFolder(config, resume) as folder,
+        EventLog(folder.path / "events.jsonl") as events,
+        MetricsLog(folder.path / "metrics.jsonl") as metrics,
+        stop_signals() as signalled,
+    ):
+        remove_unfinished(folder.checkpoints)
         restored = newest_checkpoint(folder, events.event) if resume else None
-        target = Target.load(config.target.path, config.target.dtype, config.target.device, spec.target_layer_ids)
-        dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(target.tokenizer)})
-        spec = replace(spec, **asdict(target.quirks))
-        session = Session(config, folder, dataset, target, spec, events, restored)
-        return session.run()
-
-
-def mask_token(config: Config, dataset: PreparedDataset) -> int:
-    """`drafter.mask_token_id`, or the dataset's."""
-    chosen = config.drafter.mask_token_id
-    if chosen is None:
-        chosen = dataset.manifest["mask_token"]["id"]
-    return int(chosen)
+        if restored:
+            check_same_drafter(plan.spec, restored)
+            check_same_target(plan, restored)
+            warn_of_other_numerics(folder, plan, events.event)
+        step = restored.step if restored else 0
+        ledger = Ledger.restore(restored.state["ledger"], restored.ledger) if restored else Ledger(len(plan.dataset))
+        metrics.truncate_after(step)
+        folder.write_manifest(**manifest_facts(plan))
+        events.event("resumed" if restored else "started", step=step, steps=plan.steps)
+        with Progress(plan.steps, step) as progress:
+            books = Books(plan, folder, ledger, metrics, progress, plan.stream().filtered, events.event, step)
+            stop = stop_rule(signalled, config.train.time_limit_minutes)
+            if config.pipeline.mode == "inprocess":
+                reason = run_in_process(plan, books, restored, stop)
+            else:
+                reason = Supervisor(plan, books, restored, stop, command).run()
+        events.event("finished" if reason == FINISHED else "stopped", step=books.step, reason=reason)
+        newest = complete_checkpoints(folder.checkpoints)[0][-1]
+        return TrainResult(reason, books.step, plan.steps, newest, books.ledger.totals())
 
 
 def newest_checkpoint(folder: RunFolder, report: Callable[..., None]) -> Checkpoint | None:
@@ -94,123 +93,64 @@ def newest_checkpoint(folder: RunFolder, report: Callable[..., None]) -> Checkpo
     return load_checkpoint(complete[-1])
 
 
-class Session:
-    """One process's share of a run, from start or resume to end or stop."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        dataset: PreparedDataset,
-        target: Target,
-        spec: DrafterSpec,
-        events: EventLog,
-        restored: Checkpoint | None,
-    ) -> None:
-        self.config, self.folder, self.spec, self.events = config, folder, spec, events
-        self.device = target.device if config.run.device == "auto" else torch.device(config.run.device)
-        self.drafter = Drafter(spec)
-        self.drafter.initialise(config.train.seed)
-        self.drafter.to(self.device)
-        self.optimizer = Optimizer(self.drafter, config.train)
-        position = restored.state["position"] if restored else None
-        self.stream = PackStream(dataset, config.data, config.train.seed, position)
-        self.ledger = Ledger(len(dataset))
-        self.steps, self.end = run_length(config, dataset)
-        self.step = 0
-        if restored:
-            self._restore(restored)
-        self.folder.write_manifest(
-            target=target.identity(),
-            dataset={"path": config.data.path, "fingerprint": dataset.fingerprint, "rows": len(dataset)},
-            drafter=spec.to_dict(),
-            parameters=sum(p.numel() for p in self.drafter.parameters()),
-            device=device_name(self.device),
-            threads=torch.get_num_threads(),
-            packed_documents=target.packs,
-        )
-        memory = LocalSlots(SLOTS, config.data.pack_tokens, spec.feature_size, target.dtype, self.device)
-        self.provenance = {
-            "target": target.identity(),
-            "token_ids": {name: getattr(target.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
-            "template_options": dataset.manifest["template_options"],
-            "dataset": {"fingerprint": dataset.fingerprint, "rows": len(dataset)},
-        }
-        self.feed = InProcessFeed(
-            self.stream, target, SlotPool(SLOTS), memory, self.ledger, self.end, self.events.event
-        )
-        self.micro_step = EagerStep(
-            self.drafter, target.vocabulary(), config.train, decay_gamma(config.train.loss, spec.block_size)
+def check_same_drafter(spec: DrafterSpec, checkpoint: Checkpoint) -> None:
+    stored = DrafterSpec.from_dict(checkpoint.state["spec"])
+    if stored != spec:
+        changed = {k: v for k, v in spec.to_dict().items() if stored.to_dict()[k] != v}
+        raise ConfigError(
+            f"the checkpoint's drafter differs from this one in {changed}: the target or the dataset changed; "
+            "restore them or start a new run"
         )
 
-    def run(self) -> TrainResult:
-        run = self.config.run
-        self.events.event("resumed" if self.step else "started", step=self.step, steps=self.steps)
-        with (
-            MetricsLog(self.folder.path / "metrics.jsonl") as metrics,
-            Progress(self.steps, self.step) as progress,
-            stop_signals() as signalled,
-        ):
-            metrics.truncate_after(self.step)
-            self.recorder = Recorder(self.ledger, metrics, progress, run.log_every, self.events.event)
-            training = TrainRun(
-                config=self.config.train,
-                steps=self.steps,
-                device=self.device,
-                feed=self.feed,
-                micro_step=self.micro_step,
-                optimizer=self.optimizer,
-                record=self.recorder,
-                save=self.save,
-                stop_reason=stop_rule(signalled, self.config.train.time_limit_minutes),
-                checkpoint_every=run.checkpoint_every,
-                slots=self.spec.block_size - 1,
-                step=self.step,
+
+def check_same_target(plan: RunPlan, checkpoint: Checkpoint) -> None:
+    """A drafter fits the very weights it was trained on."""
+    stored, given = checkpoint.state["provenance"]["target"], plan.provenance["target"]
+    if changed := [key for key in given if key != "name" and stored.get(key) != given[key]]:
+        raise ConfigError(
+            f"target.path = {plan.config.target.path} is not the target of this run: its {', '.join(changed)} differ; "
+            "restore it or start a new run"
+        )
+
+
+def warn_of_other_numerics(folder: RunFolder, plan: RunPlan, report: Callable[..., None]) -> None:
+    now = numerics(plan)
+    before = json.loads((folder.path / "manifest.json").read_text()).get("numerics", now)
+    for name, value in now.items():
+        if before.get(name) != value:
+            log.warning(
+                "%s: %s now, %s before: the run goes on, but not bit for bit as it would have",
+                name,
+                value,
+                before.get(name),
             )
-            if not self.step:
-                training.save_once()  # to compare with; and a full or read-only disk shows now, not hours later
-            reason = train(training)
-        self.events.event("finished" if reason == FINISHED else "stopped", step=training.step, reason=reason)
-        newest = complete_checkpoints(self.folder.checkpoints)[0][-1]
-        return TrainResult(reason, training.step, self.steps, newest, self.ledger.totals())
-
-    def save(self, step: int) -> None:
-        """A checkpoint after `step` optimizer steps. A full disk ends the run; older checkpoints stay valid."""
-        self.recorder.flush()
-        ledger_state, ledger_tensors = self.ledger.state()
-        state: dict[str, Any] = {
-            "spec": self.spec.to_dict(),
-            "position": self.stream.position,
-            "ledger": ledger_state,
-            "steps": self.steps,
-            "provenance": self.provenance,
-            "config": self.config.model_dump(mode="json"),
-        }
-        checkpoint = Checkpoint(step, self.drafter.state_dict(), self.optimizer.state(), ledger_tensors, state)
-        path = save_checkpoint(self.folder.checkpoints, checkpoint, self.config.run.keep_checkpoints)
-        self.events.event("checkpoint", step=step, path=path)
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        stored = DrafterSpec.from_dict(checkpoint.state["spec"])
-        if stored != self.spec:
-            changed = {k: v for k, v in self.spec.to_dict().items() if stored.to_dict()[k] != v}
-            raise ConfigError(
-                f"the checkpoint's drafter differs from this one in {changed}: the target or the dataset changed; "
-                "restore them or start a new run"
-            )
-        self.drafter.load_state_dict(checkpoint.drafter)
-        self.optimizer.load(checkpoint.optimizer)
-        self.ledger = Ledger.restore(checkpoint.state["ledger"], checkpoint.ledger)
-        self.step = checkpoint.step
+            report("numerics_changed", name=name, before=before.get(name), now=value)
 
 
-def run_length(config: Config, dataset: PreparedDataset) -> tuple[int, int | None]:
-    """Optimizer steps of the whole run, and the seq after its last pack (None where steps decide)."""
-    if config.train.steps is not None:
-        return config.train.steps, None
-    planned = PackStream(dataset, config.data, config.train.seed)
-    packs = sum(planned.packs_in_epoch(epoch) for epoch in range(config.train.epochs or 0))
-    return -(-packs // config.train.accumulation), packs
+def manifest_facts(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "target": plan.provenance["target"],
+        "dataset": {"path": plan.config.data.path, **plan.provenance["dataset"]},
+        "drafter": plan.spec.to_dict(),
+        "numerics": numerics(plan),
+    }
+
+
+def numerics(plan: RunPlan) -> dict[str, Any]:
+    """What the last bits of the weights depend on beside settings, data and seed."""
+    return {"devices": device_names(), "threads": plan.threads, "torch": version("torch")}
+
+
+def device_names() -> list[str]:
+    """Asked of the driver's own tool, so that this process, which starts the others, never touches CUDA."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ["cpu"]
+    return listed.stdout.split("\n")[:-1]
 
 
 def stop_rule(signalled: Callable[[], str | None], minutes: float | None) -> Callable[[], str | None]:

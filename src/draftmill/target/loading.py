@@ -26,15 +26,12 @@ def resolve_device(name: str) -> torch.device:
 
 def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """(model, tokenizer): in eval mode, without gradients. Raises ValueError if the files lack a tensor."""
-    from transformers import AutoTokenizer
-
     if not (path / "config.json").is_file():
         raise ValueError(
             f"target.path {path} holds no config.json: give a Hugging Face folder with config.json, safetensors and "
             "tokenizer (a GGUF file is converted into one first)"
         )
-    model_class = _model_class(path)
-    model, info = model_class.from_pretrained(
+    model, info = model_class(path).from_pretrained(
         str(path), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
@@ -46,10 +43,16 @@ def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[A
     if unused := sorted(info["unexpected_keys"]):
         log.warning("target %s: %d tensors of the files are not used: %s", path, len(unused), ", ".join(unused[:4]))
     model.to(device).eval().requires_grad_(False)
-    return model, AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    return model, load_tokenizer(path)
 
 
-def _model_class(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+def model_class(path: Path) -> Any:
     """The causal class, or the one of a vision wrapper whose text model is used alone."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -89,17 +92,35 @@ def config_hash(path: Path) -> str:
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
 
 
-def identity(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What the target was, for manifests and exports: a drafter fits the very weights it was trained on."""
+def identity(path: Path, dtype: str) -> dict[str, Any]:
+    """What the target is, for manifests and exports: a drafter fits the very weights it was trained on.
+
+    From its files alone; `dtype` is the compute dtype's name.
+    """
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     source = path / "draftmill_source.json"
-    quantization = getattr(model.config, "quantization_config", None)
     return {
         "name": path.resolve().name,
-        "model_type": model.config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "quantization": quantization
-        if quantization is None or isinstance(quantization, dict)
-        else quantization.to_dict(),
-        "weight_bytes": {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))},
+        "model_type": config.get("model_type"),
+        "dtype": dtype,
+        "quantization": config.get("quantization_config"),
+        "weights": {file.name: content_digest(file) for file in sorted(path.glob("*.safetensors"))},
         "converted_from": json.loads(source.read_text(encoding="utf-8")) if source.is_file() else None,
     }
+
+
+def content_digest(path: Path) -> str:
+    """sha256 of the size and of 256 pieces of 256 KiB spread evenly over the file, ends included.
+
+    All of a file up to 64 MiB. Of a larger one what is sampled: enough to tell other weights, cheap at any size.
+    """
+    size, piece, pieces = path.stat().st_size, 2**18, 256
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= piece * pieces:
+            digest.update(file.read())
+        else:
+            for index in range(pieces):
+                file.seek(index * (size - piece) // (pieces - 1))
+                digest.update(file.read(piece))
+    return digest.hexdigest()

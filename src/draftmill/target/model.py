@@ -78,7 +78,7 @@ class Target:
         """What this target is, for manifests and exports (JSON values only)."""
         if self.path is None:
             return {"name": None, "model_type": self.config.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
-        return identity(self.path, self.model, self.dtype)
+        return identity(self.path, str(self.dtype).removeprefix("torch."))
 
     def vocabulary(self) -> FrozenVocabulary:
         """The target's own embedding and head: same storage, never a copy."""

@@ -10,10 +10,13 @@ checkpoints/step-120/
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,42 +42,79 @@ class Checkpoint:
     state: dict[str, Any]  # JSON-able: spec, config, position, counts
 
 
-def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `root/step-N` and then drop all but the newest `keep` complete ones.
+def write_tensors(root: Path, step: int, drafter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    """The drafter's half of checkpoint `step`, aside. It becomes a checkpoint by `seal` alone.
 
-    Raises OSError when the disk is full; what was there before stays valid. Raises ValueError on weights that
-    are not finite: such a checkpoint would be worse than none.
+    Raises OSError when the disk is full, with nothing left behind, and ValueError on weights that are not finite: such
+    a checkpoint would be worse than none.
     """
-    _check_finite(checkpoint.drafter)
+    _check_finite(drafter)
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"step-{checkpoint.step}"
-    aside = root / f".writing-step-{checkpoint.step}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        for name in TENSOR_FILES:
-            save_file(_contiguous(getattr(checkpoint, name)), aside / f"{name}.safetensors")
-        state = {"schema_version": SCHEMA_VERSION, "step": checkpoint.step, **checkpoint.state}
-        (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True))
+    with _writing(root, step, fresh=True) as aside:
+        _save(aside, "drafter", drafter)
+        _save(aside, "optimizer", optimizer)
+
+
+def seal(root: Path, step: int, ledger: dict[str, Tensor], state: dict[str, Any], keep: int) -> Path:
+    """The books' half of checkpoint `step`; then it appears, and all but the newest `keep` complete ones go.
+
+    Raises OSError when the disk is full; what was there before stays valid.
+    """
+    folder = root / f"step-{step}"
+    with _writing(root, step, fresh=False) as aside:
+        _save(aside, "ledger", ledger)
+        text = json.dumps({"schema_version": SCHEMA_VERSION, "step": step, **state}, indent=1, sort_keys=True)
+        (aside / "state.json").write_text(text)
+        _sync(aside / "state.json")
         sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-        for path in aside.iterdir():
-            _sync(path)
         (aside / MARKER).write_text(json.dumps(sizes))
         _sync(aside / MARKER)
         _sync(aside)
-        replaced = root / f".replaced-step-{checkpoint.step}"
+        replaced = root / f".replaced-step-{step}"
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():  # the same step again, after a resume from before it
             folder.rename(replaced)
         aside.rename(folder)
         _sync(root)
         shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     for old in complete_checkpoints(root)[0][:-keep]:
         shutil.rmtree(old)
     return folder
+
+
+def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Both halves at once, for a drafter that keeps the books itself."""
+    write_tensors(root, checkpoint.step, checkpoint.drafter, checkpoint.optimizer)
+    return seal(root, checkpoint.step, checkpoint.ledger, checkpoint.state, keep)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Drop what an interrupted writer left. Only for the process that owns the run."""
+    for leftover in (*root.glob(".writing-*"), *root.glob(".replaced-*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _writing(root: Path, step: int, fresh: bool) -> Iterator[Path]:
+    """The folder that becomes checkpoint `step`; removed whole if anything goes wrong."""
+    aside = root / f".writing-step-{step}"
+    if fresh:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _save(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    path = folder / f"{name}.safetensors"
+    try:
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # its own class for what the disk refuses
+        raise OSError(errno.EIO, f"cannot be written ({error})", str(path)) from None
+    _sync(path)
 
 
 def complete_checkpoints(root: Path) -> tuple[list[Path], dict[Path, str]]:
@@ -125,10 +165,6 @@ def _problem(folder: Path) -> str | None:
 def _check_finite(weights: dict[str, Tensor]) -> None:
     if bad := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"not saved: {len(bad)} tensors hold values that are not finite, first {bad[0]}")
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _sync(path: Path) -> None:

@@ -10,6 +10,14 @@ from torch import Tensor
 from draftmill.wire import Pack
 
 
+class FeedStopped(Exception):
+    """No further optimizer step is to begin. Raised by `Feed.next` before a step's first pack, never inside one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledPack:
     pack: Pack

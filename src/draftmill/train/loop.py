@@ -1,8 +1,9 @@
 """The training loop of one drafter. It owns `step`; everything it depends on is handed to it.
 
-    feed.next --FilledPack--> micro-steps --sums, gradients--> optimizer --Update--> record, save
+    feed.next --FilledPack--> micro-steps --gradients, sums--> exchange --> optimizer --Update--> record, save
 
-Inside a micro-step the host never waits for the device. Sums are read when something is recorded or saved.
+All drafters of a run take the same steps. Inside a micro-step the host never waits for the device; sums are
+read when something is recorded or saved.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 from draftmill.config.schema import TrainConfig
 from draftmill.drafter.objective import LossSums
 from draftmill.drafter.pack import DevicePack, to_device
-from draftmill.train.feed import Feed
+from draftmill.train.feed import Feed, FeedStopped
+from draftmill.train.gradients import Exchange, FlatGradients
 from draftmill.train.optimizer import Optimizer, Update
 from draftmill.train.schedule import learning_rate
-from draftmill.wire import Pack
 
 FINISHED = "finished"
 
@@ -30,8 +31,7 @@ class StepRecord:
 
     step: int  # steps done after this one
     lr: float
-    packs: tuple[Pack, ...]
-    sums: LossSums
+    sums: LossSums  # over all drafters and micro-steps
     update: Update
 
 
@@ -44,10 +44,11 @@ class TrainRun:
     device: torch.device
     feed: Feed
     micro_step: Callable[[DevicePack, Tensor], LossSums]
+    gradients: FlatGradients
+    exchange: Exchange
     optimizer: Optimizer
     record: Callable[[StepRecord], None]
     save: Callable[[int], None]  # a checkpoint of the state after that many steps
-    stop_reason: Callable[[], str | None]  # asked between optimizer steps
     checkpoint_every: int
     slots: int  # B - 1 predicting slots
     step: int = 0
@@ -62,23 +63,24 @@ class TrainRun:
 def train(run: TrainRun) -> str:
     """Train until `run.steps` or a stop. Returns FINISHED or the reason to stop; a checkpoint exists either way."""
     while run.step < run.steps:
-        if reason := run.stop_reason():
+        try:
+            sums = accumulate(run)
+        except FeedStopped as stop:
             run.save_once()
-            return reason
+            return stop.reason
         lr = learning_rate(run.step, run.steps, run.config)
-        packs, sums = accumulate(run)
+        sums = run.gradients.exchange(sums, run.exchange)  # waits for the other drafters
         update = run.optimizer.update(sums.numerator, sums.denominator, lr)
         run.step += 1
-        run.record(StepRecord(run.step, lr, packs, sums, update))
+        run.record(StepRecord(run.step, lr, sums, update))
         if run.step % run.checkpoint_every == 0:
             run.save_once()
     run.save_once()
     return FINISHED
 
 
-def accumulate(run: TrainRun) -> tuple[tuple[Pack, ...], LossSums]:
-    """The micro-steps of one optimizer step: gradients are in the masters, sums on the device."""
-    packs: list[Pack] = []
+def accumulate(run: TrainRun) -> LossSums:
+    """The micro-steps of one optimizer step: this drafter's gradients are in the masters, its sums on the device."""
     total = LossSums.zero(run.slots, run.device)
     for _ in range(run.config.accumulation):
         filled = run.feed.next()  # waits for a target
@@ -86,6 +88,5 @@ def accumulate(run: TrainRun) -> tuple[tuple[Pack, ...], LossSums]:
             continue
         if filled.pack.anchors:
             total = total.plus(run.micro_step(to_device(filled.pack, run.device), filled.features))
-        packs.append(filled.pack)
         run.feed.free(filled)
-    return tuple(packs), total
+    return total

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.config.schema import TrainConfig
+from draftmill.train.gradients import FlatGradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,8 +27,9 @@ class Update:
 class Optimizer:
     """AdamW over float32 masters. Matrices are decayed, norms never."""
 
-    def __init__(self, module: nn.Module, train: TrainConfig) -> None:
+    def __init__(self, module: nn.Module, gradients: FlatGradients, train: TrainConfig) -> None:
         self._clip = train.clip
+        self._gradients = gradients
         self._parameters = dict(module.named_parameters())
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         norms = [p for p in self._parameters.values() if p.ndim == 1]
@@ -38,17 +40,14 @@ class Optimizer:
             eps=train.eps,
             fused=True,
         )
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def update(self, numerator: Tensor, denominator: Tensor, lr: float) -> Update:
         """Apply the accumulated gradients of sum(weight * CE) over `denominator`, then clear them."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        safe = torch.where(denominator > 0, denominator, 1.0)
-        torch._foreach_div_(gradients, safe)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
+        gradient = self._gradients.gradient
+        gradient.div_(torch.where(denominator > 0, denominator, 1.0))
+        norm = torch.linalg.vector_norm(gradient)
+        gradient.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))
         finite = torch.isfinite(norm) & torch.isfinite(numerator)
         applied = finite & (denominator > 0)
         # the fused kernel's own switch, as torch.amp uses it: nothing moves where it is set
@@ -57,7 +56,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        torch._foreach_zero_(gradients)
+        self._gradients.clear()
         return Update(norm, applied, finite)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,0 +1,69 @@
+"""What a run is, decided before anything heavy is loaded: drafter, data, length, identity."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from draftmill.config.resolve import decay_gamma, resolve_spec
+from draftmill.config.schema import Config
+from draftmill.config.spec import DrafterSpec
+from draftmill.target.loading import config_hash, identity, load_tokenizer
+from draftmill.target.vocabulary import target_quirks
+from draftmill.text.dataset import PreparedDataset
+from draftmill.text.identity import tokenizer_identity
+from draftmill.text.packing import PackStream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunPlan:
+    config: Config
+    dataset: PreparedDataset
+    spec: DrafterSpec
+    steps: int  # optimizer steps of the whole run
+    end: int | None  # seq after the last pack; None where steps decide
+    provenance: dict[str, Any]  # what the drafter comes from, for checkpoints and exports
+
+    @property
+    def packs_per_step(self) -> int:
+        """Over all drafters."""
+        return self.config.train.accumulation * self.config.pipeline.drafters
+
+    @property
+    def threads(self) -> int:
+        """CPU threads per worker: `run.threads`, or the cores shared out evenly."""
+        pipeline = self.config.pipeline
+        workers = 1 if pipeline.mode == "inprocess" else pipeline.targets + pipeline.drafters
+        return self.config.run.threads or max(1, len(os.sched_getaffinity(0)) // workers)
+
+    def stream(self, position: dict[str, Any] | None = None) -> PackStream:
+        return PackStream(self.dataset, self.config.data, self.config.train.seed, position)
+
+
+def plan_run(config: Config) -> RunPlan:
+    """Raises ConfigError for settings that cannot be used, ValueError for a dataset of another target."""
+    dataset = PreparedDataset.open(config.data.path)
+    chosen = config.drafter.mask_token_id
+    spec = resolve_spec(config, dataset.manifest["mask_token"]["id"] if chosen is None else chosen)
+    decay_gamma(config.train.loss, spec.block_size)  # refused here, not after the target is loaded
+    tokenizer = load_tokenizer(config.target.path)
+    dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(tokenizer)})
+    spec = replace(spec, **asdict(target_quirks(config.target.path, config.target.dtype)))
+    steps, end = _length(config, dataset)
+    provenance = {
+        "target": identity(config.target.path, config.target.dtype),
+        "token_ids": {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
+        "template_options": dataset.manifest["template_options"],
+        "dataset": {"fingerprint": dataset.fingerprint, "rows": len(dataset)},
+    }
+    return RunPlan(config, dataset, spec, steps, end, provenance)
+
+
+def _length(config: Config, dataset: PreparedDataset) -> tuple[int, int | None]:
+    """Optimizer steps, and the seq after the last pack."""
+    if config.train.steps is not None:
+        return config.train.steps, None
+    planned = PackStream(dataset, config.data, config.train.seed)
+    packs = sum(planned.packs_in_epoch(epoch) for epoch in range(config.train.epochs or 0))
+    return -(-packs // (config.train.accumulation * config.pipeline.drafters)), packs

@@ -1,0 +1,47 @@
+"""A worker whose target fails on one document as FAULT says (die, hang-once, nan), or is slow on all.
+
+    python faulty_worker.py FAULT DOCUMENT_IDS MARKER ROLE INDEX FD RUN_DIR OPTIONS
+
+DOCUMENT_IDS: the document's token ids, by which the target knows it. MARKER: a file; a fault other than nan happens
+only while it exists, and `once` faults remove it first.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from draftmill.run import worker
+from draftmill.target.model import NonFiniteFeatures, Target
+
+
+def main() -> int:
+    fault, document, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    original = Target.features
+
+    def features(self, token_ids, lengths):
+        for index, tokens in enumerate(token_ids.split(list(lengths))):
+            if tokens.tolist() != document:
+                continue
+            if fault == "nan":
+                raise NonFiniteFeatures([index])
+            if fault == "die" and marker.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hang-once" and marker.exists():
+                marker.unlink()
+                time.sleep(600)
+        if fault == "slow":
+            time.sleep(0.1)
+        return original(self, token_ids, lengths)
+
+    Target.features = features
+    torch.set_num_threads(1)
+    return worker.main(sys.argv[4:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

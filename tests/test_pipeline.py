@@ -1,0 +1,281 @@
+"""The pipeline of processes: the same weights however it is arranged and whoever dies, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftmill.config.load import dump_config
+from draftmill.observe.metrics import read_rows
+from draftmill.run.failure import RunFailed
+from draftmill.run.training import run_training
+from draftmill.text.dataset import PreparedDataset
+from draftmill.train.checkpoint import complete_checkpoints, load_checkpoint
+from draftmill.train.loop import FINISHED
+from run_helpers import tiny_config
+
+PROCESSES = ("pipeline.mode=processes",)
+FAULTY = Path(__file__).parent / "faulty_worker.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Case 49: no process, no shared memory, whatever a test did."""
+    before = set(os.listdir("/dev/shm"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    assert workers_running() == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def workers_running():
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and (b"draftmill.run.worker" in words or str(FAULTY).encode() in words):
+            found.append(int(entry.name))
+    return found
+
+
+def newest(config):
+    return load_checkpoint(complete_checkpoints(config.run.dir / "checkpoints")[0][-1])
+
+
+def events(config, name=None):
+    rows = list(read_rows(config.run.dir / "events.jsonl"))
+    return rows if name is None else [row for row in rows if row["event"] == name]
+
+
+def assert_same(a, b, exact=True):
+    assert a.step == b.step
+    assert a.state["position"] == b.state["position"] and a.state["ledger"] == b.state["ledger"]
+    for name, tensor in a.ledger.items():
+        assert torch.equal(tensor, b.ledger[name])
+    for part in ("drafter", "optimizer"):
+        for name, tensor in getattr(a, part).items():
+            other = getattr(b, part)[name]
+            if exact:
+                assert torch.equal(tensor, other), f"{part}: {name}"
+            else:
+                torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """The in-process reference: 16 steps over more than two epochs."""
+    config = tiny_config(folder, "straight", "pipeline.mode=inprocess", "train.steps=16")
+    assert run_training(config).reason == FINISHED
+    return newest(config)
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_processes_equal_the_one_process_bit_for_bit(folder, straight, targets):
+    config = tiny_config(folder, f"targets-{targets}", *PROCESSES, "train.steps=16", f"pipeline.targets={targets}")
+    assert run_training(config).reason == FINISHED
+    assert_same(newest(config), straight)
+
+
+def test_more_drafters_or_accumulation_equal_within_rounding(folder):
+    """P4, cases 41, 42: the same 6 packs per step over 1, 2 and 3 drafters; all drafters end with the same bits."""
+    checkpoints = []
+    for drafters, accumulation in ((1, 6), (2, 3), (3, 2)):
+        config = tiny_config(
+            folder, f"drafters-{drafters}", *PROCESSES, "train.steps=3", f"pipeline.drafters={drafters}",
+            f"train.accumulation={accumulation}", "pipeline.targets=1",
+        )  # fmt: skip
+        assert run_training(config).reason == FINISHED
+        assert len({row["digest"] for row in events(config, "drafter_finished")}) == 1
+        assert len(events(config, "drafter_finished")) == drafters
+        checkpoints.append(newest(config))
+    for other in checkpoints[1:]:
+        assert_same(checkpoints[0], other, exact=False)
+
+
+def test_epochs_that_end_inside_a_step_over_two_drafters(folder):
+    """Case 42: one drafter runs out of data before the other; all take the same steps, every document once."""
+    config = tiny_config(
+        folder,
+        "ragged",
+        *PROCESSES,
+        "train.steps=null",
+        "train.epochs=1",
+        "pipeline.drafters=2",
+        "train.accumulation=2",
+    )
+    result = run_training(config)
+    assert result.reason == FINISHED and result.step == result.steps
+    assert result.ended == {"trained": len(PreparedDataset.open(config.data.path))}
+
+
+# Faults
+
+
+def start(config, folder):
+    path = folder / f"{config.run.dir.name}.yaml"
+    path.write_text(dump_config(config))
+    return subprocess.Popen([sys.executable, "-m", "draftmill.cli", "train", str(path)], stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+def wait_for(condition, process=None, seconds=90):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        assert process is None or process.poll() is None, "the run ended before the fault"
+        time.sleep(0.02)
+    raise AssertionError(f"nothing happened for {seconds} s")
+
+
+def pid_of(config, worker):
+    spawned = [row["pid"] for row in events(config, "spawned") if row["worker"] == worker]
+    return spawned[-1] if spawned else None
+
+
+def checkpoint_exists(config, step):
+    return lambda: (config.run.dir / "checkpoints" / f"step-{step}").exists()
+
+
+def killed_run(folder, straight, name, *overrides, victim):
+    """A run of 16 steps of which one worker is killed after the checkpoint of step 3."""
+    config = tiny_config(folder, name, *PROCESSES, "train.steps=16", "run.checkpoint_every=3", *overrides)
+    process = start(config, folder)
+    wait_for(checkpoint_exists(config, 3), process)
+    os.kill(pid_of(config, victim), signal.SIGKILL)
+    assert process.wait(timeout=120) == 0
+    assert_same(newest(config), straight)
+    return config
+
+
+def test_a_targets_death_touches_no_drafter_and_replays_no_step(folder, straight):
+    config = killed_run(folder, straight, "target-killed", "pipeline.targets=2", victim="target 0")
+    assert len([row for row in events(config, "spawned") if row["worker"] == "drafter 0"]) == 1
+    assert events(config, "drafters_restart") == []
+    steps = [row["step"] for row in read_rows(config.run.dir / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+    assert len(events(config, "died")) == 1
+
+
+def test_a_drafters_death_leaves_targets_loaded(folder, straight):
+    config = killed_run(folder, straight, "drafter-killed", victim="drafter 0")
+    assert len([row for row in events(config, "spawned") if row["worker"] == "target 0"]) == 1
+    assert len(events(config, "drafters_restart")) == 1
+    steps = [row["step"] for row in read_rows(config.run.dir / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+
+
+def test_a_supervisors_death_ends_all_workers_and_the_run_resumes_exactly(folder, straight):
+    """Case 49 (a)."""
+    config = tiny_config(folder, "supervisor-killed", *PROCESSES, "train.steps=16")
+    process = start(config, folder)
+    wait_for(checkpoint_exists(config, 3), process)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not workers_running(), seconds=15)
+    assert run_training(config, resume=True).reason == FINISHED
+    assert_same(newest(config), straight)
+
+
+def test_sigterm_to_the_group_finishes_the_step_and_resumes_exactly(folder, straight):
+    """Case 55: the signal reaches every worker too; none of them minds."""
+    config = tiny_config(folder, "terminated", *PROCESSES, "train.steps=16", "pipeline.targets=2")
+    path = folder / "terminated.yaml"
+    path.write_text(dump_config(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftmill.cli", "train", str(path)], stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    wait_for(checkpoint_exists(config, 3), process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) in (0, 3)
+    assert run_training(config, resume=True).reason == FINISHED
+    assert_same(newest(config), straight)
+
+
+def faulty(folder, config, fault, document):
+    """(command of a worker that fails on `document`, the marker file that arms it)."""
+    token_ids, _ = PreparedDataset.open(config.data.path).row(document)
+    marker = folder / f"{config.run.dir.name}.marker"
+    marker.touch()
+    return (sys.executable, str(FAULTY), fault, json.dumps(token_ids.tolist()), str(marker)), marker
+
+
+def test_a_poison_document_fails_and_the_rest_trains(folder):
+    config = tiny_config(folder, "poison", *PROCESSES, "train.steps=null", "train.epochs=1", "pipeline.targets=2")
+    command, _ = faulty(folder, config, "die", 5)
+    result = run_training(config, command=command)
+    rows = len(PreparedDataset.open(config.data.path))
+    assert result.ended == {"trained": rows - 1, "failed: killed_target": 1}
+    assert [row["documents"] for row in events(config, "documents_failed")] == [[5]]
+
+
+def test_documents_without_finite_features_fail_as_in_one_process(folder):
+    config = tiny_config(folder, "nan", *PROCESSES, "train.steps=null", "train.epochs=2", "pipeline.targets=2")
+    command, _ = faulty(folder, config, "nan", 3)
+    result = run_training(config, command=command)
+    rows = len(PreparedDataset.open(config.data.path))
+    assert result.ended == {"trained": 2 * (rows - 1), "failed: nonfinite_features": 2}
+
+
+def test_a_hung_target_is_dumped_and_replaced(folder, straight):
+    config = tiny_config(folder, "hung", *PROCESSES, "train.steps=16", "pipeline.lease_timeout_seconds=3")
+    command, _ = faulty(folder, config, "hang-once", 5)
+    assert run_training(config, command=command).reason == FINISHED
+    assert_same(newest(config), straight)
+    assert len(events(config, "hung")) == 1
+    assert "faulty_worker.py" in (config.run.dir / "logs" / "target-0.log").read_text()  # the stack that hung
+
+
+def test_a_full_disk_ends_the_run_by_name_and_leaves_the_checkpoint(folder):
+    """Case 66: the folder of a later checkpoint cannot be made."""
+    config = tiny_config(folder, "full", *PROCESSES, "train.steps=16")
+    (config.run.dir / "checkpoints").mkdir(parents=True)
+    blocker = config.run.dir / "checkpoints" / ".writing-step-6"
+    blocker.write_text("a file where a folder must go")
+    with pytest.raises((RunFailed, OSError)):
+        run_training(config)
+    assert newest(config).step == 3
+
+
+def test_two_runs_side_by_side(folder, straight):
+    configs = [tiny_config(folder, f"side-{i}", *PROCESSES, "train.steps=16") for i in range(2)]
+    processes = [start(config, folder) for config in configs]
+    assert [process.wait(timeout=180) for process in processes] == [0, 0]
+    for config in configs:
+        assert_same(newest(config), straight)
+
+
+def test_targets_work_at_the_same_time(folder):
+    """With 3 slow targets at least 2 leases are in work for most of the time, once all are there."""
+    config = tiny_config(
+        folder, "side-by-side", *PROCESSES, "train.steps=120", "pipeline.targets=3", "pipeline.slots=6",
+        "run.checkpoint_every=1000",
+    )  # fmt: skip
+    command, _ = faulty(folder, config, "slow", 5)
+    run_training(config, command=command)
+    ready, in_work, busy, total = 0, set(), 0, 0
+    for row in events(config):
+        ready += row["event"] == "phase" and row["phase"] == "ready" and row["worker"].startswith("target")
+        if row["event"] == "leased":
+            in_work.add(row["lease"])
+            if ready == 3:
+                total += 1
+                busy += len(in_work) >= 2
+        elif row["event"] == "filled":
+            in_work.discard(row["lease"])
+    assert total > 30 and busy > 0.8 * total
