@@ -22,7 +22,7 @@ from draftmill.observe.metrics import read_rows
 HERE = Path(__file__).parent
 CONVERSATIONS, PROMPTS, CONFIG = HERE / "conversations.jsonl", HERE / "prompts-eval.jsonl", HERE / "demo.yaml"
 MASK_TOKEN = "3"  # <repo_name>: a special token of SmolLM2 that no chat contains; its tokenizer has no mask token
-STOPPED_EARLY = 3
+STOPPED_EARLY = 3  # by the time limit: what was trained is evaluated all the same
 
 
 def main() -> None:
@@ -32,17 +32,25 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     if (out / "summary.json").exists():
-        shutil.rmtree(out)
+        start_over(out)
     out.mkdir(parents=True, exist_ok=True)
     print_summary(run_stages(out, arguments.overrides), out)
 
 
+def start_over(out: Path) -> None:
+    """Remove what a finished demo left, and nothing else."""
+    for name in ("data", "train", "drafter"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("before", "after", "oracle", "summary"):
+        (out / f"{name}.json").unlink(missing_ok=True)
+
+
 def run_stages(out: Path, overrides: list[str]) -> dict[str, object]:
     target, data, run, drafter = find_target(), out / "data", out / "train", out / "drafter"
-    if not data.exists():
+    resume = ["--resume"] if any((run / "checkpoints").glob("step-*")) else []
+    if not resume:
         stage("Data: the target's own responses become token rows", "prepare", CONVERSATIONS, "--target", target,
-              "--out", data, "--mask-token-id", MASK_TOKEN)  # fmt: skip
-    resume = ["--resume"] if (run / "config.yaml").exists() else []
+              "--out", data, "--mask-token-id", MASK_TOKEN, "--overwrite")  # fmt: skip
     stage("Training", "train", CONFIG, f"target.path={target}", f"data.path={data}", f"run.dir={run}", *overrides,
           *resume, allowed=(0, STOPPED_EARLY))  # fmt: skip
     shutil.rmtree(drafter, ignore_errors=True)
@@ -75,10 +83,19 @@ def stage(title: str, command: str, *arguments: object, allowed: tuple[int, ...]
     words = [command, *map(str, arguments)]
     print(f"\n== {title}\n$ draftmill {' '.join(words)}", flush=True)
     started = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", "draftmill.cli", *words], check=False).returncode
+    code = run_to_its_end([sys.executable, "-m", "draftmill.cli", *words])
     if code not in allowed:
         sys.exit(code)
     print(f"   {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """The command's exit code. Ctrl-C reaches it through the terminal; we leave once it has saved what it has."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        sys.exit(process.wait())
 
 
 def summarise(out: Path, run: Path, drafter: Path) -> dict[str, object]:
