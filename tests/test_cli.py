@@ -127,6 +127,8 @@ def test_bad_settings_import_nothing_heavy(config: Path) -> None:
         ["prepare", "{config}", "--target", "{target}", "--out", "d", "--template-option", "thinking"],
         ["regenerate", "{config}", "--target", "{config}", "--out", "o"],
         ["evaluate", "{target}", "--target", "{target}", "--prompts", "missing.jsonl"],
+        ["evaluate", "{target}", "--target", "{target}", "--prompts", "{config}", "--json", "nowhere/x.json"],
+        ["evaluate", "{target}", "--target", "{target}", "--prompts", "{config}", "--device", "gpu"],
         ["export", "{target}", "--out", "{target}"],
         ["export", "{target}", "--out", "new", "--verify"],
         ["export", "{target}", "--out", "new", "--prompts", "{config}"],

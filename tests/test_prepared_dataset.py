@@ -321,3 +321,17 @@ def test_damaged_files_are_refused(tmp_path):
     manifest.write_text(whole.replace('"schema_version": 1', '"schema_version": 99'))
     with pytest.raises(ValueError, match="schema 99, this version reads 1"):
         PreparedDataset.open(tmp_path / "d")
+
+
+def test_responses_made_with_other_template_options_are_refused(tmp_path, tokenizer):
+    """Case 24: the ids follow another prompt than the one that would be put before them."""
+    source = tmp_path / "chats.jsonl"
+    source.write_text("\n".join(good(3)) + "\n")
+    settings = tmp_path / "chats.jsonl.settings.json"
+    settings.write_text(json.dumps({"template_options": {"enable_thinking": False}}))
+    with pytest.raises(
+        ValueError, match=r"written with template options \{'enable_thinking': False\}, but these are \{\}"
+    ):
+        prepare([source], tokenizer, tmp_path / "data", options(tokenizer))
+    settings.write_text(json.dumps({"template_options": {}}))
+    assert prepare([source], tokenizer, tmp_path / "data", options(tokenizer)).kept == 3

@@ -291,3 +291,9 @@ def test_no_target_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         resolve_spec(load_config(None, [f"target.path={tmp_path}", *needed]), 0)
+
+
+@pytest.mark.parametrize("factor", ["abc", "0", "-2.0", "[1]"])
+def test_rope_values_that_cannot_be_are_refused(tmp_path: Path, factor: str) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.rope_scaling: factor is .*expected a positive number"):
+        resolve(tmp_path, TARGET, f"drafter.rope_scaling={{rope_type: linear, factor: {factor}}}")

@@ -169,3 +169,13 @@ def test_stop_ids_join_generation_config_and_tokenizer():
     assert Target(model, tiny_tokenizer(), (1,)).stop_ids == {1, 9}
     model.generation_config.eos_token_id = None
     assert Target(model, tiny_tokenizer(), (1,)).stop_ids == {1}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_what_shares_a_call_is_refused(tmp_path, kind):
+    """Case 22, P2: packed features of such a target would depend on the longest document of the pack."""
+    extra = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(extra if kind == "longrope" else {})}
+    save_tiny(tmp_path, tiny_llama(rope_parameters=rope))
+    with pytest.raises(ValueError, match=f"rope_type {kind} depends on the longest text"):
+        Target.load(tmp_path, "float32", "cpu", (1, 3))

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import tiny_models
 from draftmill.config.load import ConfigError, dump_config
 from draftmill.drafter.network import Drafter
 from draftmill.observe.metrics import read_rows
@@ -231,6 +232,33 @@ def test_other_weights_are_another_target(folder, tmp_path):
             run_training(config, resume=True)
     finally:
         weights.write_bytes(kept)
+
+
+def test_the_mask_token_rule_holds_at_training_too(folder, caplog):
+    """Case 9 (b, c): never an end or pad token; one that occurs in the data is warned of, with its count."""
+    with pytest.raises(ConfigError, match=r"drafter\.mask_token_id 1 is the target's stop token"):
+        run_training(tiny_config(folder, "mask-eos", f"drafter.mask_token_id={tiny_models.EOS}"))
+    config = tiny_config(folder, "mask-text", "drafter.mask_token_id=72", "train.steps=1")
+    dataset = PreparedDataset.open(config.data.path)
+    count = sum(int((dataset.row(i)[0] == 72).sum()) for i in range(len(dataset)))
+    assert count > 0
+    run_training(config)
+    assert f"drafter.mask_token_id 72 occurs {count} times" in caplog.text
+
+
+def test_documents_longer_than_the_target_holds_are_refused(folder):
+    config = tiny_config(folder, "too-long")
+    path = config.target.path / "config.json"
+    kept = path.read_text()
+    longest = int(PreparedDataset.open(config.data.path).lengths.max())
+    try:
+        path.write_text(json.dumps({**json.loads(kept), "max_position_embeddings": longest - 1}))
+        with pytest.raises(
+            ConfigError, match=f"documents of up to {longest} tokens, but the target holds {longest - 1}"
+        ):
+            run_training(config)
+    finally:
+        path.write_text(kept)
 
 
 def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,12 +20,23 @@ Prompts = Annotated[
 Dtype = Annotated[
     Literal["bfloat16", "float32"], typer.Option(help="Compute dtype of the target, as it will be served.")
 ]
-Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        callback=lambda value: device_name(value), help="auto (a GPU where there is one), cpu, cuda or cuda:N."
+    ),
+]
 TemplateOptions = Annotated[
     list[str] | None,
     typer.Option("--template-option", metavar="KEY=VALUE", help="For the chat template, as served; may be repeated."),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Conversations decoded together.")]
+
+
+def device_name(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise typer.BadParameter(f"{value!r}: use auto, cpu, cuda or cuda:N")
+    return value
 
 
 def template_options(given: list[str] | None) -> dict[str, Any]:

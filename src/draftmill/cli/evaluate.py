@@ -40,6 +40,8 @@ def evaluate(
     Each line of FILE is {"messages": [...]}: a last assistant message is dropped, the target writes its own. Use
     prompts that are not in the training data. Ends with exit code 1 if the text differs where it must not.
     """
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"{json_file.parent} is no folder", param_hint="--json")
     folder = target_folder(target)
     from draftmill.cli.display import Display
     from draftmill.run.evaluation import EvaluationSettings, evaluate_pair, load_pair

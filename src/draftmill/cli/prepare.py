@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def prepare(
     conversations: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="FILE...", help="JSONL files, plain or .gz.")
+        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="FILE...", help="JSONL files.")
     ],
     target: TargetPath,
     out: Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")],

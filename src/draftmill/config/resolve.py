@@ -213,6 +213,11 @@ def _scaling(rope: dict[str, Any], source: str, remedy: str) -> dict[str, Any] |
         raise ConfigError(f"{source}: rope_type {kind} needs {', '.join(sorted(missing))}{remedy}")
     if unknown := given - _SCALING_NEEDS[kind] - _SCALING_MAY_HAVE.get(kind, set()):
         raise ConfigError(f"{source}: rope_type {kind} knows no {', '.join(sorted(unknown))}{remedy}")
+    for name in sorted(given):
+        value = rope[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (value is None or isinstance(value, bool) or (number and math.isfinite(value) and value > 0)):
+            raise ConfigError(f"{source}: {name} is {value!r}, expected a positive number{remedy}")
     return None if kind == "default" else dict(rope)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from draftmill.config.load import ConfigError
 from draftmill.config.resolve import decay_gamma, resolve_spec
 from draftmill.config.schema import Config
 from draftmill.config.spec import DrafterSpec
@@ -14,6 +16,8 @@ from draftmill.target.vocabulary import target_quirks
 from draftmill.text.dataset import PreparedDataset
 from draftmill.text.identity import tokenizer_identity
 from draftmill.text.packing import PackStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +48,12 @@ class RunPlan:
 def plan_run(config: Config) -> RunPlan:
     """Raises ConfigError for settings that cannot be used, ValueError for a dataset of another target."""
     dataset = PreparedDataset.open(config.data.path)
-    chosen = config.drafter.mask_token_id
-    spec = resolve_spec(config, dataset.manifest["mask_token"]["id"] if chosen is None else chosen)
+    spec = resolve_spec(config, dataset.manifest["mask_token"]["id"])
     decay_gamma(config.train.loss, spec.block_size)  # refused here, not after the target is loaded
     tokenizer = load_tokenizer(config.target.path)
     dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(tokenizer)})
+    check_mask_token(config, dataset, tokenizer)
+    check_longest(config, dataset, spec)
     spec = replace(spec, **asdict(target_quirks(config.target.path, config.target.dtype)))
     steps, end = _length(config, dataset)
     provenance = {
@@ -58,6 +63,34 @@ def plan_run(config: Config) -> RunPlan:
         "dataset": {"fingerprint": dataset.fingerprint, "rows": len(dataset)},
     }
     return RunPlan(config, dataset, spec, steps, end, provenance)
+
+
+def check_mask_token(config: Config, dataset: PreparedDataset, tokenizer: Any) -> None:
+    """`drafter.mask_token_id` obeys the rule by which `prepare` chose the dataset's."""
+    chosen = config.drafter.mask_token_id
+    if chosen is None or chosen == dataset.manifest["mask_token"]["id"]:
+        return
+    meant = {getattr(tokenizer, f"{name}_token_id"): name for name in ("pad", "bos", "eos")}
+    meant |= dict.fromkeys(dataset.manifest["stop_ids"], "stop")
+    if chosen in meant:
+        raise ConfigError(
+            f"drafter.mask_token_id {chosen} is the target's {meant[chosen]} token, which has a meaning of its own: "
+            "choose a reserved token, or remove the setting to use the dataset's"
+        )
+    if count := dataset.occurrences(chosen):
+        log.warning(
+            "drafter.mask_token_id %d occurs %d times in the data: the drafter meets it as text, too", chosen, count
+        )
+
+
+def check_longest(config: Config, dataset: PreparedDataset, spec: DrafterSpec) -> None:
+    """No document, cut to a pack, may pass the positions that the target knows."""
+    longest = min(int(dataset.lengths.max()), config.data.pack_tokens)
+    if longest > spec.max_position_embeddings:
+        raise ConfigError(
+            f"documents of up to {longest} tokens, but the target holds {spec.max_position_embeddings}: set "
+            f"data.pack_tokens={spec.max_position_embeddings}, or prepare with --max-length"
+        )
 
 
 def _length(config: Config, dataset: PreparedDataset) -> tuple[int, int | None]:

@@ -12,6 +12,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -42,8 +43,23 @@ def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[A
         )
     if unused := sorted(info["unexpected_keys"]):
         log.warning("target %s: %d tensors of the files are not used: %s", path, len(unused), ", ".join(unused[:4]))
+    _refuse_length_dependent_rope(path, model.config.get_text_config(decoder=True))
     model.to(device).eval().requires_grad_(False)
     return model, load_tokenizer(path)
+
+
+def _refuse_length_dependent_rope(path: Path, config: Any) -> None:
+    """Such frequencies change with the longest position of a call: a document's features would depend on what shares
+    its pack, and a row's logits on what shares its batch.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per layer type
+    for setting in settings:
+        if (kind := setting.get("rope_type", setting.get("type"))) in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"target.path {path}: its rope_type {kind} depends on the longest text in a call, so packed features "
+                "would be wrong; use a target with another RoPE, or set the model's config to its fixed form"
+            )
 
 
 def load_tokenizer(path: Path) -> Any:

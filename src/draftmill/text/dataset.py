@@ -207,6 +207,10 @@ class PreparedDataset:
         empty = RowCounts(*(np.zeros(0, dtype=np.int64) for _ in RowCounts._fields))
         return RowCounts(*(np.concatenate(columns) for columns in zip(empty, *parts, strict=True)))
 
+    def occurrences(self, token_id: int) -> int:
+        """How often a token stands in the rows."""
+        return sum(int((values[offsets[0] : offsets[-1]] == token_id).sum()) for offsets, values in self._ids)
+
     def check_target(self, identity: Mapping[str, str | None]) -> None:
         """`identity`: any of config_hash, tokenizer_hash, chat_template_hash of the target at training time."""
         prepared = self.manifest["target"]

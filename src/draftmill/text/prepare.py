@@ -9,6 +9,7 @@ folder's name unless all of it is good.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -129,6 +130,19 @@ class Progress:
     dropped: int
 
 
+def _check_made_with(source: Path, options: PrepareOptions) -> None:
+    """Responses that `draftmill regenerate` wrote say how: their ids follow the prompt of those template options."""
+    settings = source.with_name(source.name + ".settings.json")
+    if not settings.is_file():
+        return
+    made = json.loads(settings.read_text(encoding="utf-8")).get("template_options", {})
+    if made != dict(options.template_options):
+        raise ValueError(
+            f"{source} was written with template options {made}, but these are {dict(options.template_options)}: "
+            "give the same (`--template-option`), or regenerate the responses"
+        )
+
+
 def prepare(
     sources: Sequence[str | Path],
     tokenizer: Any,
@@ -138,6 +152,8 @@ def prepare(
 ) -> Summary:
     """Writes the dataset and returns the account of it; raises `PrepareError` with the account, or `RowError`."""
     sizes = _check_sources(sources)
+    for source in sources:
+        _check_made_with(Path(source), options)
     renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
     _mask_token(tokenizer, options, None)  # a missing mask token ends here, before the data are read
     occurrences = np.zeros(max(len(tokenizer), options.vocab_size or 0), dtype=np.int64)
