@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from draftmill.config.schema import TrainConfig
+from draftmill.drafter.objective import LossSums
+from draftmill.train.gradients import FlatGradients
 from draftmill.train.optimizer import Optimizer
 from draftmill.train.schedule import learning_rate
 
@@ -21,10 +23,43 @@ def module():
     return made
 
 
+def optimizer_of(made):
+    return Optimizer(made, FlatGradients(made, 1), CONFIG)
+
+
+def test_one_exchange_adds_up_gradients_and_sums():
+    """Case 41: two drafters with unequal weights give the gradient and the sums of both together."""
+    drafters = module(), module()
+    flats = [FlatGradients(drafter, 2) for drafter in drafters]
+    for value, drafter in zip((1.0, 5.0), drafters, strict=True):
+        for p in drafter.parameters():
+            p.grad.add_(value)
+    sums = [
+        LossSums(torch.tensor(n), torch.tensor(d), *(torch.tensor([n, d]) + i for i in range(4)))
+        for n, d in ((2.0, 1.0), (30.0, 10.0))
+    ]
+    seen = []
+
+    class Collect:
+        def sum(self, flat):
+            seen.append(flat.clone())
+
+    flats[1].exchange(sums[1], Collect())
+
+    class Add:
+        def sum(self, flat):
+            flat.add_(seen[0])
+
+    total = flats[0].exchange(sums[0], Add())
+    assert (float(total.numerator), float(total.denominator)) == (32.0, 11.0)
+    assert total.counted.tolist() == [32.0, 11.0] and total.cross_entropy.tolist() == [38.0, 17.0]
+    assert all(torch.equal(p.grad, torch.full_like(p, 6.0)) for p in drafters[0].parameters())
+
+
 def test_updates_equal_adamw_by_hand():
     """Gradients are sums: divided by the denominator, clipped by their joint norm; norms are not decayed."""
     ours = module()
-    optimizer = Optimizer(ours, CONFIG)
+    optimizer = optimizer_of(ours)
     weights = {n: p.detach().double().clone() for n, p in ours.named_parameters()}
     first, second = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2))
     for t in range(1, 4):
@@ -57,7 +92,7 @@ def test_updates_equal_adamw_by_hand():
 def test_a_step_that_is_not_finite_or_has_no_weight_moves_nothing(gradient, numerator, denominator, finite):
     """Cases 34, 42: weights, moments and step counters stay, and the next good step is as if it had not been."""
     touched, clean = module(), module()
-    optimizers = Optimizer(touched, CONFIG), Optimizer(clean, CONFIG)
+    optimizers = optimizer_of(touched), optimizer_of(clean)
 
     def good(made, optimizer):
         for p in made.parameters():
@@ -77,11 +112,11 @@ def test_a_step_that_is_not_finite_or_has_no_weight_moves_nothing(gradient, nume
 
 def test_state_survives_a_round_trip():
     ours, other = module(), module()
-    optimizer = Optimizer(ours, CONFIG)
+    optimizer = optimizer_of(ours)
     for p in ours.parameters():
         p.grad.fill_(0.3)
     optimizer.update(torch.tensor(1.0), torch.tensor(1.0), 0.1)
-    loaded = Optimizer(other, CONFIG)
+    loaded = optimizer_of(other)
     loaded.load(optimizer.state())
     assert {n: v.tolist() for n, v in loaded.state().items()} == {n: v.tolist() for n, v in optimizer.state().items()}
     with pytest.raises(ValueError, match="does not fit"):

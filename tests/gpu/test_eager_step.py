@@ -16,6 +16,7 @@ from draftmill.drafter.noise import add_noise
 from draftmill.drafter.objective import LossSums
 from draftmill.drafter.pack import to_device
 from draftmill.drafter.vocabulary import FrozenVocabulary
+from draftmill.train.gradients import Alone, FlatGradients
 from draftmill.train.optimizer import Optimizer
 from draftmill.train.step import EagerStep
 
@@ -99,7 +100,8 @@ def test_no_host_synchronisation_inside_a_micro_step_and_an_update():
     spec = wide(ALL_LAYOUTS["mixed"])
     drafter = make_drafter(spec, std=0.1).cuda()
     step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), CONFIG, 4.0)
-    optimizer = Optimizer(drafter, CONFIG)
+    gradients = FlatGradients(drafter, spec.block_size - 1)
+    optimizer = Optimizer(drafter, gradients, CONFIG)
     cases = [random_case(seed, spec) for seed in range(12)]
     packs = [(to_device(pack, "cuda"), features.cuda()) for pack, features in cases]
     for i, (pack, features) in enumerate(packs):
@@ -107,6 +109,7 @@ def test_no_host_synchronisation_inside_a_micro_step_and_an_update():
         torch.cuda.set_sync_debug_mode("error" if i >= 6 else "default")  # the first ones compile
         try:
             total = LossSums.zero(spec.block_size - 1, torch.device("cuda")).plus(step(pack, features))
+            total = gradients.exchange(total, Alone())
             optimizer.update(total.numerator, total.denominator, 1e-3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -118,12 +121,14 @@ def test_memory_is_flat_and_nothing_recompiles_over_2000_changing_shapes():
     drafter = make_drafter(spec, std=0.1).cuda()
     config = TrainConfig(steps=10, lr=1e-3, dtype="bfloat16")
     step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), config, 4.0)
-    optimizer = Optimizer(drafter, config)
+    gradients = FlatGradients(drafter, spec.block_size - 1)
+    optimizer = Optimizer(drafter, gradients, config)
     seen, compiled = {}, {}
     for index in range(2000):
         pack, features = random_case(index, spec, most=400)
         sums = step(to_device(pack, "cuda"), features.cuda().bfloat16())
-        update = optimizer.update(sums.numerator.detach(), sums.denominator, 1e-4)
+        sums = gradients.exchange(sums, Alone())
+        update = optimizer.update(sums.numerator, sums.denominator, 1e-4)
         if index in (199, 999, 1999):
             torch.cuda.synchronize()
             assert bool(update.applied)

@@ -47,11 +47,17 @@ class RunPlan:
 
 def plan_run(config: Config) -> RunPlan:
     """Raises ConfigError for settings that cannot be used, ValueError for a dataset of another target."""
-    dataset = PreparedDataset.open(config.data.path)
+    try:
+        dataset = PreparedDataset.open(config.data.path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data.path: {error}") from None
     spec = resolve_spec(config, dataset.manifest["mask_token"]["id"])
     decay_gamma(config.train.loss, spec.block_size)  # refused here, not after the target is loaded
     tokenizer = load_tokenizer(config.target.path)
-    dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(tokenizer)})
+    try:
+        dataset.check_target({"config_hash": config_hash(config.target.path), **tokenizer_identity(tokenizer)})
+    except ValueError as error:
+        raise ConfigError(f"data.path: {error}") from None
     check_mask_token(config, dataset, tokenizer)
     check_longest(config, dataset, spec)
     spec = replace(spec, **asdict(target_quirks(config.target.path, config.target.dtype)))
