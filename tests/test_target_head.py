@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftmill.target.loading import load_tokenizer
 from draftmill.target.model import Target
 from tiny_models import HIDDEN, LAYERS, VOCAB, _shape, frozen, save_tiny, tiny_llama, tiny_qwen3, tiny_tokenizer
 
@@ -179,3 +180,15 @@ def test_rope_that_depends_on_what_shares_a_call_is_refused(tmp_path, kind):
     save_tiny(tmp_path, tiny_llama(rope_parameters=rope))
     with pytest.raises(ValueError, match=f"rope_type {kind} depends on the longest text"):
         Target.load(tmp_path, "float32", "cpu", (1, 3))
+
+
+def test_damaged_files_are_one_message(tmp_path):
+    folder = save_tiny(tmp_path, tiny_llama())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"target\.path .*: its weights cannot be read"):
+        Target.load(folder, "float32", "cpu", (1, 3))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"target\.path .*: its tokenizer cannot be read"):
+        load_tokenizer(folder)

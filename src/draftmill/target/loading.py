@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,12 @@ def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[A
             f"target.path {path} holds no config.json: give a Hugging Face folder with config.json, safetensors and "
             "tokenizer (a GGUF file is converted into one first)"
         )
-    model, info = model_class(path).from_pretrained(
-        str(path), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
-    )
+    try:
+        model, info = model_class(path).from_pretrained(
+            str(path), dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"target.path {path}: its weights cannot be read: {_first_line(error)}") from None
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"target.path {path}: its files lack {len(missing)} tensors of {type(model).__name__} "
@@ -46,6 +50,10 @@ def load_frozen(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[A
     _refuse_length_dependent_rope(path, model.config.get_text_config(decoder=True))
     model.to(device).eval().requires_grad_(False)
     return model, load_tokenizer(path)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _refuse_length_dependent_rope(path: Path, config: Any) -> None:
@@ -63,9 +71,13 @@ def _refuse_length_dependent_rope(path: Path, config: Any) -> None:
 
 
 def load_tokenizer(path: Path) -> Any:
+    """Raises ValueError where the folder holds none that can be read."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"target.path {path}: its tokenizer cannot be read: {_first_line(error)}") from None
 
 
 def model_class(path: Path) -> Any:

@@ -87,6 +87,7 @@ def accumulate(run: TrainRun) -> LossSums:
         if filled is None:
             continue
         if filled.pack.anchors:
-            total = total.plus(run.micro_step(to_device(filled.pack, run.device), filled.features))
+            features = filled.features.to(run.device)  # from host memory, where the slots are there
+            total = total.plus(run.micro_step(to_device(filled.pack, run.device), features))
         run.feed.free(filled)
     return total
