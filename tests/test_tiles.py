@@ -58,3 +58,17 @@ def test_flex_attention_with_these_tiles_equals_dense_attention():
         flex = flex[..., : mask.shape[0], :]
         dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_mask_memory_grows_with_tiles_and_not_with_heads():
+    """Case 57: 512 anchors of 16 slots over 4k and 16k tokens; one table for all heads, nothing dense."""
+    sizes = {}
+    for rows in (4096, 16384):
+        anchor = torch.linspace(0, rows - 2, 512).long()
+        layout = BlockLayout.of(anchor, torch.zeros_like(anchor), rows, 16)
+        mask = block_mask(layout, LayerRule(None, False, 16))
+        tables = [value for value in vars(mask).values() if isinstance(value, torch.Tensor)]
+        tiles = (512 * 16 // TILE) * ((rows + 512 * 16) // TILE)
+        assert all(table.shape[:2] == (1, 1) and table.numel() <= tiles for table in tables)
+        sizes[rows] = sum(table.numel() * table.element_size() for table in tables)
+    assert sizes[16384] < 2.5 * sizes[4096] < 2.5 * 300_000  # bytes; the dense mask of 16k alone has 201 million
