@@ -31,24 +31,26 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def nothing_left_behind(folder):
     """Case 49: no process, no shared memory, whatever a test did."""
     before = set(os.listdir("/dev/shm"))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    assert workers_running() == []
+    assert workers_running(folder) == []
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def workers_running():
+def workers_running(folder):
+    """Of runs below `folder`: others on this machine are not ours."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             continue
-        if entry.name.isdigit() and (b"draftmill.run.worker" in words or str(FAULTY).encode() in words):
+        worker = b"draftmill.run.worker" in words or str(FAULTY).encode() in words
+        if entry.name.isdigit() and worker and any(str(folder).encode() in word for word in words):
             found.append(int(entry.name))
     return found
 
@@ -187,7 +189,7 @@ def test_a_supervisors_death_ends_all_workers_and_the_run_resumes_exactly(folder
     wait_for(checkpoint_exists(config, 3), process)
     process.kill()
     process.wait()
-    wait_for(lambda: not workers_running(), seconds=15)
+    wait_for(lambda: not workers_running(folder), seconds=15)
     assert run_training(config, resume=True).reason == FINISHED
     assert_same(newest(config), straight)
 
@@ -317,7 +319,7 @@ def kill_at_random(folder, name, kills, seed):
         done += 1
         if victim == "supervisor":
             process.wait()
-            wait_for(lambda: not workers_running(), seconds=15)
+            wait_for(lambda: not workers_running(folder), seconds=15)
             process = launch()
     assert process.wait(timeout=600) == 0
     assert done > kills / 2
