@@ -1,4 +1,5 @@
-"""A worker whose target fails on one document as FAULT says (die, hang-once, nan), or is slow on all.
+"""A worker that fails as FAULT says. On one document its target may die, hang-once, give nan or garbage-once, or be
+slow on all; hang-drafter-once is the drafter's; no-pickle ends a worker that unpickles anything.
 
     python faulty_worker.py FAULT DOCUMENT_IDS MARKER ROLE INDEX FD RUN_DIR OPTIONS
 
@@ -17,6 +18,12 @@ import torch
 
 from draftmill.run import worker
 from draftmill.target.model import NonFiniteFeatures, Target
+from draftmill.train.step import EagerStep
+
+
+def forbid_pickle(event, arguments):
+    if event == "pickle.find_class":
+        raise RuntimeError(f"unpickles {arguments}")
 
 
 def main() -> int:
@@ -34,11 +41,26 @@ def main() -> int:
             if fault == "hang-once" and marker.exists():
                 marker.unlink()
                 time.sleep(600)
+            if fault == "garbage-once" and marker.exists():
+                marker.unlink()
+                os.write(int(sys.argv[6]), b"\x14\0\0\0\0" + b"no record at all....")
         if fault == "slow":
             time.sleep(0.1)
         return original(self, token_ids, lengths)
 
+    step = EagerStep.__call__
+
+    def hanging_step(self, pack, features):
+        if marker.exists():
+            marker.unlink()
+            time.sleep(600)
+        return step(self, pack, features)
+
     Target.features = features
+    if fault == "hang-drafter-once":
+        EagerStep.__call__ = hanging_step
+    if fault == "no-pickle":
+        sys.addaudithook(forbid_pickle)
     torch.set_num_threads(1)
     return worker.main(sys.argv[4:])
 

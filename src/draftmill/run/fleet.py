@@ -16,7 +16,7 @@ from typing import Any
 from draftmill.config.schema import Config
 from draftmill.run.channel import PeerClosed
 from draftmill.run.process import WorkerProcess
-from draftmill.wire import Record, Stop
+from draftmill.wire import Record, Stop, WireError
 
 Key = tuple[str, int]  # role, index
 
@@ -82,9 +82,18 @@ class Fleet:
                     worker.channel.flush()
                 for record, descriptors in worker.channel.pending():
                     yield worker, record, descriptors
+                    if worker.silent:  # expelled for it
+                        break
             except PeerClosed:
-                self._selector.unregister(worker.channel)
-                worker.silent = True
+                self._silence(worker)
+            except WireError as error:
+                self.expel(worker, f"sent what cannot be read: {error}")
+
+    def expel(self, worker: WorkerProcess, why: str) -> None:
+        """Hear nothing more of it; it counts as dead from now on."""
+        worker.failure = why
+        if not worker.silent:
+            self._silence(worker)
 
     def ready(self, role: str) -> list[int]:
         """Indices of the role's workers that are past their start-up."""
@@ -143,6 +152,10 @@ class Fleet:
             worker.close()
         self._workers.clear()
         self._selector.close()
+
+    def _silence(self, worker: WorkerProcess) -> None:
+        self._selector.unregister(worker.channel)
+        worker.silent = True
 
     def _remove(self, key: Key) -> None:
         self._workers.pop(key).close()
