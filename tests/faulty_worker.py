@@ -1,5 +1,5 @@
 """A worker that fails as FAULT says. On one document its target may die, hang-once, hang-9s, give nan or garbage-once,
-or be slow on all; hang-drafter-once is the drafter's; no-pickle ends a worker that unpickles anything.
+be slow on all or raise on all; hang-drafter-once is the drafter's; no-pickle ends a worker that unpickles anything.
 
     python faulty_worker.py FAULT DOCUMENT_IDS MARKER ROLE INDEX FD RUN_DIR OPTIONS
 
@@ -31,6 +31,8 @@ def main() -> int:
     original = Target.features
 
     def features(self, token_ids, lengths):
+        if fault == "raise":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         for index, tokens in enumerate(token_ids.split(list(lengths))):
             if tokens.tolist() != document:
                 continue

@@ -87,6 +87,18 @@ def test_garbage_from_a_target_ends_that_target_alone(folder, straight):
     assert death["worker"].startswith("target") and "sent what cannot be read" in death["how"]
 
 
+def test_targets_that_always_fail_end_the_run_within_a_bound(folder):
+    """Case 51 (c): after the restarts that each may have, with the target's own words."""
+    config = tiny_config(
+        folder, "raising", *PROCESSES, "train.steps=16", "pipeline.targets=2", "pipeline.target_restarts=1"
+    )
+    command, _ = faulty(folder, config, "raise", 5)
+    with pytest.raises(RunFailed, match=r"no target is left.*illegal memory access"):
+        run_training(config, command=command)
+    assert spawned(config, "target 0") == spawned(config, "target 1") == 2
+    assert newest(config).step == 0
+
+
 def process_state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
