@@ -71,8 +71,13 @@ def block_mask(layout: BlockLayout, rule: LayerRule) -> Any:
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(anchor, document_start, block_start, rule, query, key)
 
-    return BlockMask.from_kv_blocks(
-        *_packed(some), *_packed(every), BLOCK_SIZE=(TILE, TILE), mask_mod=mask,
+    forward = dict(zip(("kv_num_blocks", "kv_indices"), _packed(some), strict=True))
+    forward |= dict(zip(("full_kv_num_blocks", "full_kv_indices"), _packed(every), strict=True))
+    backward = dict(zip(("q_num_blocks", "q_indices"), _packed(some.T), strict=True))
+    backward |= dict(zip(("full_q_num_blocks", "full_q_indices"), _packed(every.T), strict=True))
+    # what later versions of torch add to these has None for its default
+    return BlockMask(
+        **forward, **backward, BLOCK_SIZE=(TILE, TILE), mask_mod=mask,
         seq_lengths=(padded(queries), padded(layout.context_rows + queries)),
     )  # fmt: skip
 

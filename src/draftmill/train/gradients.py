@@ -6,6 +6,7 @@ The sums ride behind the gradients: numerator, denominator, then four counters p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Protocol
 
@@ -28,31 +29,57 @@ class Alone:
         pass
 
 
+def flat_order(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name as they lie in flat tensors: matrices first, then norms, which weight decay spares."""
+    return dict(sorted(module.named_parameters(), key=lambda named: named[1].ndim == 1))
+
+
+def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat`'s elements in the shapes of `like`, one after the other; the same memory."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
 class FlatGradients:
-    """Owns the memory of every `.grad` of `module`. Adding to a `.grad` adds to `flat`; nothing may replace one."""
+    """Owns the memory of every `.grad` of `module`. Adding to a `.grad` adds to the flat one; nothing may replace it.
+
+    Between two optimizer steps the tensor is stale: the first micro-step of a step either asks `begin` for zeros, or
+    writes over everything with `put`.
+    """
 
     def __init__(self, module: nn.Module, slots: int) -> None:
-        parameters = list(module.parameters())
+        parameters = list(flat_order(module).values())
         self._size = sum(parameter.numel() for parameter in parameters)
-        self._sums = 2 + 4 * slots
-        self._flat = torch.zeros(self._size + self._sums, device=parameters[0].device)
-        start = 0
-        for parameter in parameters:
-            parameter.grad = self._flat[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
+        self._flat = torch.zeros(self._size + 2 + 4 * slots, device=parameters[0].device)
+        self._views = views_of(self.gradient, parameters)
+        for parameter, view in zip(parameters, self._views, strict=True):
+            parameter.grad = view
+        self.stale = False
 
     @property
     def gradient(self) -> Tensor:
         """float32 [all parameters], the sum of weight * CE differentiated."""
         return self._flat[: self._size]
 
+    def begin(self) -> None:
+        """Zeros to add to, where the step has none yet."""
+        if self.stale:
+            self.gradient.zero_()
+            self.stale = False
+
+    def put(self, gradients: Sequence[Tensor], first: bool) -> None:
+        """Gradients in flat order, of any dtype: added, or with `first` in place of what is there."""
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if first:
+                view.copy_(gradient)
+            else:
+                view.add_(gradient)
+
     def exchange(self, sums: LossSums, exchange: Exchange) -> LossSums:
         """Gradients and `sums` of this drafter become those of all drafters together."""
+        self.begin()
         parts = [getattr(sums, field.name).detach().reshape(-1) for field in fields(sums)]
         torch.cat(parts, out=self._flat[self._size :])
         exchange.sum(self._flat)
         shared = self._flat[self._size :].clone().split([len(part) for part in parts])
         return LossSums(shared[0][0], shared[1][0], *shared[2:])
-
-    def clear(self) -> None:
-        self._flat.zero_()

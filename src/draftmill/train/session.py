@@ -40,6 +40,7 @@ class DrafterSession:
         if checkpoint is not None:
             self.drafter.load_state_dict(checkpoint.drafter)
             self._optimizer.load(checkpoint.optimizer)
+            self._optimizer.refresh()
             self.step = checkpoint.step
 
     def train(
@@ -58,7 +59,11 @@ class DrafterSession:
             device=self._device,
             feed=feed,
             micro_step=EagerStep(
-                self.drafter, self._vocabulary, config.train, decay_gamma(config.train.loss, spec.block_size)
+                self.drafter,
+                self._vocabulary,
+                config.train,
+                decay_gamma(config.train.loss, spec.block_size),
+                self._gradients,
             ),
             gradients=self._gradients,
             exchange=exchange,
