@@ -29,4 +29,5 @@ def draw_anchors(pack: DevicePack, seed: int) -> Tensor:
     rank = torch.empty_like(order)
     rank[order] = rows - pack.document_start[pack.document[order]]
     drawn = (rank < pack.document_anchors[pack.document]) & pack.eligible
-    return torch.where(drawn, rows, len(rows)).sort().values[: pack.anchors]
+    place = torch.where(drawn, drawn.cumsum(0) - 1, pack.anchors)  # behind the anchors for rows that are none
+    return rows.new_full((pack.anchors + 1,), len(rows)).scatter(0, place, rows)[: pack.anchors]

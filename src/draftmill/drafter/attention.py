@@ -6,6 +6,7 @@ scale on a GPU. Q = A * B queries, K = C + Q keys, N query heads, G key/value he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,12 +20,22 @@ from draftmill.drafter.tiles import block_mask, padded
 from draftmill.drafter.visibility import BlockLayout, LayerRule
 
 
-def layer_masks(spec: DrafterSpec, layout: BlockLayout) -> list[Any]:
-    """What `attention` asks for, a mask per layer: built once per kind of layer and shared."""
-    rules = [LayerRule.of(spec, layer) for layer in range(spec.num_layers)]
-    make_mask = block_mask if layout.anchor.is_cuda else BlockLayout.dense_mask
-    masks = {rule: make_mask(layout, rule) for rule in dict.fromkeys(rules)}
-    return [masks[rule] for rule in rules]
+def layer_rules(spec: DrafterSpec) -> list[LayerRule]:
+    """The kinds of layer that a drafter has, each once."""
+    return list(dict.fromkeys(LayerRule.of(spec, layer) for layer in range(spec.num_layers)))
+
+
+def layer_masks(spec: DrafterSpec, layout: BlockLayout, tables: Sequence[dict[str, Tensor]] | None = None) -> list[Any]:
+    """What `attention` asks for, a mask per layer: built once per kind of layer and shared.
+
+    `tables`: of `tiles.mask_tables` for each of `layer_rules`, where they exist already.
+    """
+    rules = layer_rules(spec)
+    if layout.anchor.is_cuda:
+        made = [block_mask(layout, rule, tables[i] if tables else None) for i, rule in enumerate(rules)]
+    else:
+        made = [layout.dense_mask(rule) for rule in rules]
+    return [made[rules.index(LayerRule.of(spec, layer))] for layer in range(spec.num_layers)]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -5,22 +5,20 @@ C context rows, F feature width, A blocks, B slots, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftmill.config.schema import LossConfig
+from draftmill.config.spec import DrafterSpec
 from draftmill.drafter.attention import attention, layer_masks
 from draftmill.drafter.blocks import Blocks
 from draftmill.drafter.network import Drafter, Rope
 from draftmill.drafter.objective import ChunkTerms, FrozenHeadCrossEntropy, LossSums, chunk_terms, loss_sums
 from draftmill.drafter.pack import DevicePack
 from draftmill.drafter.vocabulary import FrozenVocabulary
-
-# (drafter, features [C, F], slots [Q, H], RoPE of the context, RoPE of the slots, a mask per layer) -> [Q, H]
-Network = Callable[[Drafter, Tensor, Tensor, Rope, Rope, Sequence[Any]], Tensor]
 
 
 def network(
@@ -40,18 +38,17 @@ def network(
 
 
 def slot_hidden(
-    drafter: Drafter,
-    vocabulary: FrozenVocabulary,
-    pack: DevicePack,
-    features: Tensor,
-    blocks: Blocks,
-    network: Network = network,
+    drafter: Drafter, vocabulary: FrozenVocabulary, pack: DevicePack, features: Tensor, blocks: Blocks
 ) -> Tensor:
     """Features [C, F] in the compute dtype -> hidden states of the predicting slots [A, B - 1, H]."""
-    spec = drafter.spec
-    slots = vocabulary.embed(blocks.token_ids.reshape(-1)).to(features.dtype)
     ropes = drafter.rope(pack.positions), drafter.rope(blocks.positions.reshape(-1))
-    hidden = network(drafter, features, slots, *ropes, layer_masks(spec, blocks.layout))
+    slots = vocabulary.embed(blocks.token_ids.reshape(-1)).to(features.dtype)
+    hidden = network(drafter, features, slots, *ropes, layer_masks(drafter.spec, blocks.layout))
+    return predicting(hidden, drafter.spec)
+
+
+def predicting(hidden: Tensor, spec: DrafterSpec) -> Tensor:
+    """[Q, H] -> [A, B - 1, H]: slot 0 is never scored."""
     return hidden.view(-1, spec.block_size, spec.hidden_size)[:, 1:]
 
 

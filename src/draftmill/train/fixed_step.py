@@ -12,20 +12,20 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftmill.config.schema import TrainConfig
 from draftmill.drafter.anchors import draw_anchors
-from draftmill.drafter.blocks import make_blocks
-from draftmill.drafter.forward import block_loss, network, slot_hidden
-from draftmill.drafter.network import Drafter
+from draftmill.drafter.attention import layer_masks, layer_rules
+from draftmill.drafter.blocks import Blocks, make_blocks
+from draftmill.drafter.forward import block_loss, network, predicting
+from draftmill.drafter.network import Drafter, Rope
 from draftmill.drafter.noise import add_noise
 from draftmill.drafter.objective import LossSums, chunk_terms
-from draftmill.drafter.pack import PackBuffers, PackShape
-from draftmill.drafter.tiles import TILE
+from draftmill.drafter.pack import DevicePack, PackBuffers, PackShape
+from draftmill.drafter.tiles import TILE, mask_tables
 from draftmill.drafter.vocabulary import FrozenVocabulary
 from draftmill.text.packing import anchor_count
 from draftmill.train.gradients import FlatGradients, flat_order, views_of
@@ -76,8 +76,9 @@ class FixedStep:
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, LossSums]] = {}  # by: first of its optimizer step
         dtype = getattr(torch, train.dtype)
         self._buffers = PackBuffers(shape, weights.drafter.spec.feature_size, dtype, weights.flat.device)
-        self._network: Any = torch.compile(network, fullgraph=True, dynamic=False)
-        self._terms: Any = torch.compile(chunk_terms, fullgraph=True, dynamic=False)
+        self._prepare, self._network, self._terms = (
+            torch.compile(part, fullgraph=True, dynamic=False) for part in (_prepare, network, chunk_terms)
+        )
         self._warm = False
 
     def __call__(self, pack: Pack, features: Tensor) -> LossSums:
@@ -116,14 +117,26 @@ class FixedStep:
         return graph, sums
 
     def _forward_backward(self, first: bool) -> LossSums:
-        spec, train, pack = self._weights.drafter.spec, self._train, self._buffers.pack()
-        anchor = draw_anchors(pack, train.seed)
-        blocks = make_blocks(pack, anchor, spec.block_size, spec.mask_token_id)
+        drafter, vocabulary, train = self._weights.drafter, self._vocabulary, self._train
+        pack = self._buffers.pack()
+        blocks, slots, ropes, tables = self._prepare(drafter, vocabulary, pack, train.seed)
         features = add_noise(self._buffers.features, pack, train.noise, train.seed)
-        hidden = slot_hidden(self._weights.drafter, self._vocabulary, pack, features, blocks, self._network)
-        sums = block_loss(hidden, self._vocabulary, blocks, train.loss, self._gamma, self._terms)
+        masks = layer_masks(drafter.spec, blocks.layout, tables)
+        hidden = self._network(drafter, features, slots.to(features.dtype), *ropes, masks)
+        sums = block_loss(predicting(hidden, drafter.spec), vocabulary, blocks, train.loss, self._gamma, self._terms)
         self._gradients.put(torch.autograd.grad(sums.numerator, self._weights.parameters), first)
         return LossSums(*(getattr(sums, field.name).detach() for field in fields(sums)))
+
+
+def _prepare(
+    drafter: Drafter, vocabulary: FrozenVocabulary, pack: DevicePack, seed: int
+) -> tuple[Blocks, Tensor, tuple[Rope, Rope], list[dict[str, Tensor]]]:
+    """All that integers decide: blocks, embedded slots [Q, H], RoPE of context and slots, tables per kind of layer."""
+    spec = drafter.spec
+    blocks = make_blocks(pack, draw_anchors(pack, seed), spec.block_size, spec.mask_token_id)
+    slots = vocabulary.embed(blocks.token_ids.reshape(-1))
+    ropes = drafter.rope(pack.positions), drafter.rope(blocks.positions.reshape(-1))
+    return blocks, slots, ropes, [mask_tables(blocks.layout, rule) for rule in layer_rules(spec)]
 
 
 @contextmanager

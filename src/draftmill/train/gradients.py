@@ -69,11 +69,10 @@ class FlatGradients:
 
     def put(self, gradients: Sequence[Tensor], first: bool) -> None:
         """Gradients in flat order, of any dtype: added, or with `first` in place of what is there."""
-        for view, gradient in zip(self._views, gradients, strict=True):
-            if first:
-                view.copy_(gradient)
-            else:
-                view.add_(gradient)
+        if first:
+            torch._foreach_copy_(self._views, list(gradients))
+        else:
+            torch._foreach_add_(self._views, list(gradients))
 
     def exchange(self, sums: LossSums, exchange: Exchange) -> LossSums:
         """Gradients and `sums` of this drafter become those of all drafters together."""
