@@ -27,6 +27,12 @@ def own_stream():
         yield
 
 
+@pytest.fixture(autouse=True)
+def several_arms_in_one_process(monkeypatch):
+    """Each dtype and each arm compiles flex_attention of its own; a run has one."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+
+
 def config(**changes):
     return TrainConfig(**{"steps": 10, "lr": 1e-3, "dtype": "float32", **changes})
 

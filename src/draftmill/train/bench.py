@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from torch import Tensor
 from draftmill.config.schema import TrainConfig
 from draftmill.config.spec import DrafterSpec
 from draftmill.drafter.network import Drafter
-from draftmill.drafter.pack import PackShape
 from draftmill.drafter.vocabulary import FrozenVocabulary
 from draftmill.train.fixed_step import ComputeWeights, FixedStep, fixed_shape
 from draftmill.train.gradients import FlatGradients
@@ -151,10 +150,12 @@ class Bench:
 
     def __init__(self, work: Work, mode: str, train: TrainConfig, packs: int = 3) -> None:
         self.work, self.mode = work, mode
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            raise ValueError("the step is measured on a GPU, and torch sees none here")
+        torch.cuda.set_stream(torch.cuda.Stream())
         spec = spec_of(work)
         dtype = getattr(torch, train.dtype)
-        with self.device:
+        with torch.device("cuda"):
             drafter = Drafter(spec)
             torch.manual_seed(0)
             for parameter in drafter.parameters():
@@ -172,10 +173,7 @@ class Bench:
         else:
             weights = ComputeWeights(drafter, dtype)
             self.optimizer = Optimizer(drafter, gradients, train, weights.flat)
-            shape = replace(
-                fixed_shape(work.tokens, work.anchors / work.tokens, work.block_size), documents=work.documents + 1
-            )
-            assert isinstance(shape, PackShape)
+            shape = fixed_shape(work.tokens, work.anchors / work.tokens, work.block_size)
             self.step = FixedStep(weights, vocabulary, train, gamma, shape, gradients, mode == "graph")
         self.gradients = gradients
 
@@ -184,48 +182,54 @@ class Bench:
         self.gradients.stale = True
         sums = self.step(*self.packs[0])
         loss = float(sums.numerator / sums.denominator)
-        first_call = time.perf_counter() - started
-        if self.mode == "graph":
+        if isinstance(self.step, FixedStep) and self.mode == "graph":
             self.optimizer.capture()
-        self.gradients.stale = True
         for pack in self.packs:
-            self._once(pack, sums)
+            self._once(pack)
         torch.cuda.synchronize()
+        first_calls = time.perf_counter() - started
         torch.cuda.reset_peak_memory_stats()
-        steps, updates, host = [], [], []
-        for number in range(repeats):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            begun = time.perf_counter()
-            self._once(self.packs[number % len(self.packs)], sums, marks)
-            host.append(1000 * (time.perf_counter() - begun))
-            torch.cuda.synchronize()
-            steps.append(marks[0].elapsed_time(marks[1]))
-            updates.append(marks[1].elapsed_time(marks[2]))
+        host = [self._host_ms(self.packs[number % len(self.packs)]) for number in range(repeats)]
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(repeats)]
+        for number, three in enumerate(marks):  # one behind the other, as in training: the device never waits
+            self._once(self.packs[number % len(self.packs)], three)
+        torch.cuda.synchronize()
+        steps = [three[0].elapsed_time(three[1]) for three in marks[2:]]
+        updates = [three[1].elapsed_time(three[2]) for three in marks[2:]]
         return Result(
             self.work, self.mode, _spread(steps), _spread(updates), statistics.median(host), self.parameters,
-            matrix_tflop(self.work), torch.cuda.max_memory_allocated(), first_call, loss,
+            matrix_tflop(self.work), torch.cuda.max_memory_allocated(), first_calls, loss,
             self._kernels() if kernels else [],
         )  # fmt: skip
 
-    def _once(self, pack: tuple[Pack, Tensor], sums: Any, marks: list[torch.cuda.Event] | None = None) -> None:
-        """A micro-step that begins an optimizer step, and its update."""
-        for number in range(3):
-            if marks:
-                marks[number].record()
-            if number == 0:
-                sums = self.step(*pack)
-            elif number == 1:
-                self.optimizer.update(sums.numerator, sums.denominator, 1e-6)
+    def _host_ms(self, pack: tuple[Pack, Tensor]) -> float:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        self._once(pack)
+        return 1000 * (time.perf_counter() - begun)
+
+    def _once(self, pack: tuple[Pack, Tensor], marks: Sequence[torch.cuda.Event] = ()) -> None:
+        """A micro-step that begins an optimizer step, and its update. `marks`: before, between, behind."""
+        _mark(marks, 0)
+        sums = self.step(*pack)
+        _mark(marks, 1)
+        self.optimizer.update(sums.numerator, sums.denominator, 1e-6)
+        _mark(marks, 2)
 
     def _kernels(self, rounds: int = 3) -> list[tuple[str, float, int]]:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(rounds):
-                self._once(self.packs[0], None)
+                self._once(self.packs[0])
             torch.cuda.synchronize()
         rows = [(e.key, e.device_time_total / 1000 / rounds, e.count // rounds) for e in profiler.key_averages()]
         return sorted(rows, key=lambda row: -row[1])
+
+
+def _mark(marks: Sequence[torch.cuda.Event], place: int) -> None:
+    if marks:
+        marks[place].record()
 
 
 def _spread(values: list[float]) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
 """All gradients of a drafter, and the sums of its optimizer step, in one flat float32 tensor.
 
 One tensor makes the exchange between drafters one all-reduce, and division, clip and finite check one kernel each.
-The sums ride behind the gradients: numerator, denominator, then four counters per predicting slot.
+The sums ride behind the gradients: numerator, denominator, then four counters per predicting slot; and behind these the
+drafters' votes on what all must decide alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.drafter.objective import LossSums
+
+VOTES = 2  # checks made, checks failed
 
 
 class Exchange(Protocol):
@@ -50,7 +53,9 @@ class FlatGradients:
     def __init__(self, module: nn.Module, slots: int) -> None:
         parameters = list(flat_order(module).values())
         self._size = sum(parameter.numel() for parameter in parameters)
-        self._flat = torch.zeros(self._size + 2 + 4 * slots, device=parameters[0].device)
+        self._flat = torch.zeros(self._size + 2 + 4 * slots + VOTES, device=parameters[0].device)
+        self._votes = torch.zeros(VOTES, device=parameters[0].device)  # this drafter's
+        self._counted = torch.zeros_like(self._votes)  # all drafters', of the last exchange
         self._views = views_of(self.gradient, parameters)
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.grad = view
@@ -78,7 +83,20 @@ class FlatGradients:
         """Gradients and `sums` of this drafter become those of all drafters together."""
         self.begin()
         parts = [getattr(sums, field.name).detach().reshape(-1) for field in fields(sums)]
-        torch.cat(parts, out=self._flat[self._size :])
+        torch.cat([*parts, self._votes], out=self._flat[self._size :])
         exchange.sum(self._flat)
-        shared = self._flat[self._size :].clone().split([len(part) for part in parts])
+        *shared, self._counted = self._flat[self._size :].clone().split([*map(len, parts), VOTES])
         return LossSums(shared[0][0], shared[1][0], *shared[2:])
+
+    def vote(self, checks: int, failures: int) -> None:
+        """What rides with the next exchanges: checks made so far, and of these failed."""
+        self._votes.copy_(torch.tensor([checks, failures], dtype=torch.float32))
+
+    def forget_votes(self) -> None:
+        """A new question: nobody has voted on it."""
+        self.vote(0, 0)
+        self._counted.zero_()
+
+    def votes(self) -> list[float]:
+        """Of all drafters together, at the last exchange. The host waits for it."""
+        return self._counted.tolist()
