@@ -164,17 +164,17 @@ class Bench:
             features = [torch.randn(work.tokens, spec.feature_size, dtype=dtype) for _ in range(packs)]
         self.parameters = sum(parameter.numel() for parameter in drafter.parameters())
         self.packs = [(random_pack(work, seed), features[seed]) for seed in range(packs)]
-        vocabulary, gamma = FrozenVocabulary(embedding, head), 7.0
+        self.drafter, self.vocabulary, gamma = drafter, FrozenVocabulary(embedding, head), 7.0
         gradients = FlatGradients(drafter, spec.block_size - 1)
         self.step: Callable[[Pack, Tensor], Any]
         if mode == "eager":
             self.optimizer = Optimizer(drafter, gradients, train)
-            self.step = EagerStep(drafter, vocabulary, train, gamma, gradients)
+            self.step = EagerStep(drafter, self.vocabulary, train, gamma, gradients)
         else:
             weights = ComputeWeights(drafter, dtype)
             self.optimizer = Optimizer(drafter, gradients, train, weights.flat)
             shape = fixed_shape(work.tokens, work.anchors / work.tokens, work.block_size)
-            self.step = FixedStep(weights, vocabulary, train, gamma, shape, gradients, mode == "graph")
+            self.step = FixedStep(weights, self.vocabulary, train, gamma, shape, gradients, mode == "graph")
         self.gradients = gradients
 
     def run(self, repeats: int, kernels: bool) -> Result:
