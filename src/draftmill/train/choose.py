@@ -147,5 +147,6 @@ class ChoosingStep:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach(), theirs.detach()
     norm = torch.linalg.vector_norm(theirs)
     return float(torch.linalg.vector_norm(ours - theirs) / torch.where(norm > 0, norm, 1.0))
