@@ -10,7 +10,8 @@ import typer
 from draftmill.cli.arguments import TargetPath, TemplateOptions, target_folder, template_options
 
 if TYPE_CHECKING:
-    from draftmill.text.prepare import PrepareOptions, Progress, Summary
+    from draftmill.text.prepare import PrepareOptions
+    from draftmill.text.summary import Progress, Summary
 
 
 def prepare(

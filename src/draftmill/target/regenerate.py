@@ -21,15 +21,15 @@ from typing import IO, Any
 
 from draftmill.target.generate import Response, Sampling, generate
 from draftmill.target.model import Target
-from draftmill.text.conversations import Conversation, read_conversations
-from draftmill.text.refusals import Refused, RowProblem
+from draftmill.text.conversations import Conversation, Tokenised, read_conversations
+from draftmill.text.refusals import DropReason, Refused, RowProblem
 from draftmill.text.render import Renderer
 
 log = logging.getLogger(__name__)
 
 SORTED_BATCHES = 16  # rows of this many batches are sorted by length together, so that rows of a batch are alike
 Progress = Callable[[int, int, int], None]  # (rows ended, rows in all, response tokens of this call)
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class _Prompt:
     source: str  # file name and line: the row's identity
     messages: list[Message]
     token_ids: list[int]
+    how: dict[str, Any]  # what else the row's rendering depends on: tools, chat_template_kwargs
 
 
 @dataclass(slots=True)
@@ -110,11 +111,12 @@ def _read_prompts(paths: list[Path], report: RegenerateReport) -> Iterator[tuple
         raise ValueError(f"prompt files share the name {twice[0]}, by which rows are told apart: rename one")
     for path in paths:
         for row in read_conversations(path, need_reply=False):
+            if isinstance(row, Tokenised):
+                row = Refused(DropReason.NO_MESSAGES, row.source, "tokens have no prompt to answer")
             if isinstance(row, Refused):
                 _refuse(report, str(row.reason), str(row))
                 continue
-            messages = row.messages[:-1] if row.messages[-1].role == "assistant" else row.messages
-            yield f"{path.name}:{row.source.line}", Conversation(messages, row.source)
+            yield f"{path.name}:{row.source.line}", row.question
 
 
 def _batches(
@@ -140,8 +142,9 @@ def _batches(
             if limit is not None and len(ids) + sampling.max_new_tokens > limit:
                 _refuse(report, "prompt_too_long", f"{source}: {len(ids)} prompt tokens, the target holds {limit}")
                 continue
-            messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
-            prompts.append(_Prompt(source, messages, ids))
+            messages = [message.plain for message in conversation.messages]
+            how = {"tools": list(conversation.tools), "chat_template_kwargs": dict(conversation.template_options)}
+            prompts.append(_Prompt(source, messages, ids, {name: value for name, value in how.items() if value}))
         prompts.sort(key=lambda prompt: len(prompt.token_ids))
         yield from (prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size))
 
@@ -162,6 +165,7 @@ def _append(
             "response_ids": list(answer.token_ids),
             "finish": answer.finish,
             "source": prompt.source,
+            **prompt.how,
         }
         if not content.strip():
             lines[empty_file].append(line)
