@@ -31,6 +31,10 @@ def prepare(
     template_option: TemplateOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row instead of counting it.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing prepared dataset.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Add the rows to an existing prepared dataset.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that render. Default: one per core, fewer for small files.")
+    ] = None,
 ) -> None:
     """Turn conversations into a dataset to train on.
 
@@ -39,10 +43,14 @@ def prepare(
       draftmill prepare chats.jsonl --target TARGET --out data/prepared
       draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
       draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
+      draftmill prepare more.jsonl --target TARGET --out data/prepared --append
 
     A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. The
     responses should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template,
     and only tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+
+    An interrupted prepare goes on where it was when the same command is given again. The dataset does not depend on the
+    number of workers or on interruptions.
 
     The mask token fills the slots to predict. It is --mask-token-id, or the tokenizer's own mask token, or a token that
     the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
@@ -65,6 +73,8 @@ def prepare(
         template_options=options,
         strict=strict,
         overwrite=overwrite,
+        append=append,
+        workers=workers,
     )
     with Display("read %") as display:
 
@@ -80,6 +90,8 @@ def prepare(
 def _report(summary: Summary) -> None:
     for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    if summary.resumed_at:
+        typer.echo(f"went on after {summary.resumed_at:,} input rows that an interrupted attempt had finished")
     typer.echo(summary.table())
     if mask := summary.mask_token:
         typer.echo(f"mask token {mask.id} {mask.text!r} ({mask.chosen_by})")
