@@ -28,7 +28,7 @@ from draftmill.text.mask_token import MaskToken, choose_mask_token
 from draftmill.text.pool import WorkerDied, ordered_map
 from draftmill.text.refusals import RowError
 from draftmill.text.render import Renderer, Turns
-from draftmill.text.sources import read_raw
+from draftmill.text.sources import check_exists, is_dataset, read_raw, size_in_bytes
 from draftmill.text.summary import PrepareError, Progress, Summary
 
 _BYTES_PER_WORKER = 4 * 2**20  # starting a process costs as much as rendering some megabytes
@@ -175,10 +175,12 @@ def _finish(
 
 def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
     """All that the rows depend on: what an interrupted attempt, or the dataset to append to, must share."""
-    stats = [os.stat(name) for name in names]
+    stats = [None if is_dataset(name) else os.stat(name) for name in names]
     return {
         **_settings(tokenizer, options),
-        "input files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)],
+        "input files": [
+            [name, *((stat.st_size, stat.st_mtime_ns) if stat else ())] for name, stat in zip(names, stats, strict=True)
+        ],
         "max_line_bytes": options.max_line_bytes,
     }
 
@@ -212,13 +214,12 @@ def _check_base(base: PreparedDataset, begun_with: Mapping[str, Any], names: Seq
 def _check_sources(names: Sequence[str]) -> list[int]:
     """Sizes in bytes."""
     if not names:
-        raise ValueError("no input files: name at least one JSONL file")
+        raise ValueError("no input files: name at least one")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"input file {name} is named twice: its rows would count double")
-        if not os.path.isfile(name):
-            raise ValueError(f"input file {name} does not exist or is not a file")
-    return [os.path.getsize(name) for name in names]
+        check_exists(name)
+    return [size_in_bytes(name) for name in names]
 
 
 def _mask_token(
