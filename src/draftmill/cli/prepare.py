@@ -70,6 +70,7 @@ def prepare(
     from transformers import AutoTokenizer
 
     from draftmill.cli.display import Display
+    from draftmill.text.pool import WorkerDied
     from draftmill.text.prepare import prepare
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -96,7 +97,11 @@ def prepare(
             percent = 100 * now.done_bytes // max(now.total_bytes, 1)
             display.show(percent, 100, kept=now.kept, dropped=now.dropped)
 
-        summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        try:
+            summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        except WorkerDied as death:  # not our fault and not the data's: its message says all
+            typer.echo(f"error: {death}", err=True)
+            raise typer.Exit(1) from None
     _report(summary)
     typer.echo(f"wrote {out}")
 
