@@ -20,65 +20,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = tuple(
-    [
-        "time",
-        "year",
-        "people",
-        "way",
-        "day",
-        "man",
-        "thing",
-        "woman",
-        "life",
-        "child",
-        "world",
-        "school",
-        "state",
-        "family",
-        "student",
-        "group",
-        "country",
-        "problem",
-        "hand",
-        "part",
-        "place",
-        "case",
-        "week",
-        "company",
-        "system",
-        "program",
-        "question",
-        "work",
-        "government",
-        "number",
-        "night",
-        "point",
-        "home",
-        "water",
-        "room",
-        "mother",
-        "area",
-        "money",
-        "story",
-        "fact",
-        "month",
-        "lot",
-        "right",
-        "study",
-        "book",
-        "eye",
-        "job",
-        "word",
-        "business",
-        "issue",
-        "side",
-        "kind",
-        "head",
-        "house",
-        "service",
-    ]
-)
+WORDS = [
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
+    "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother",
+    "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business",
+    "issue", "side", "kind", "head", "house", "service",
+]  # fmt: skip
 
 RIVAL = """
 import sys
@@ -213,7 +161,8 @@ def report(name: str, found: Measured, workers: int, prepared: Path, rows: int) 
     tokens = json.loads((prepared / "manifest.json").read_text())["tokens"]
     print(
         f"{name:>14}, {workers} processes: {found.seconds:7.1f} s, per process "
-        f"{rows / found.seconds / workers:7.0f} rows/s {tokens / found.seconds / workers:9.0f} tokens/s (mean {tokens / rows:.0f}), peak {found.peak_mib:.0f} MiB",
+        f"{rows / found.seconds / workers:7.0f} rows/s {tokens / found.seconds / workers:9.0f} tokens/s "
+        f"(mean {tokens / rows:.0f}), peak {found.peak_mib:.0f} MiB",
         flush=True,
     )
 
