@@ -107,17 +107,19 @@ def prepare(
         _check_made_with(Path(name), options)
     renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
     begun_with = _begun_with(names, tokenizer, options)
-    _mask_token(tokenizer, options, None, None)  # a missing mask token ends here, before the data are read
-    with DatasetWriter(folder, begun_with, overwrite=options.overwrite, append=options.append) as writer:
-        if writer.base:
-            _check_base(writer.base, begun_with, names)
+    base = PreparedDataset.open(folder) if options.append else None
+    if base:
+        _check_base(base, begun_with, names)
+    _mask_token(tokenizer, options, None, base)  # a missing mask token ends here, before the data are read
+    with DatasetWriter(folder, begun_with, overwrite=options.overwrite, base=base) as writer:
         summary = Summary.restored(writer.state)
         if writer.afresh:
             summary.warnings.append(f"an interrupted attempt is not continued: {writer.afresh}")
-        first = len(writer.base.manifest["sources"]) if writer.base else 0
+        first = len(base.manifest["sources"]) if base else 0
         work = MakeRows(renderer, options.max_length, options.max_line_bytes, names, first)
         for made in _made(work, names, sizes, summary.raws, options):
             if options.strict and made.refused:
+                writer.discard()
                 raise RowError(made.refused[0])
             summary.enter(made)
             writer.add(made.block)
@@ -158,19 +160,25 @@ def _finish(
     summary.rows_out = writer.rows - (len(base) if base else 0)
     summary.tokens = writer.tokens - (base.manifest["tokens"] if base else 0)
     summary.supervised_tokens = writer.supervised_tokens - (base.manifest["supervised_tokens"] if base else 0)
-    if summary.kept == 0:
-        raise PrepareError("no row is left to train on: nothing was written", summary)
-    if summary.dropped_share > options.max_dropped_share:
-        raise PrepareError(
-            f"{summary.dropped_share:.1%} of the input rows were dropped, the limit max_dropped_share is "
-            f"{options.max_dropped_share:.1%}: repair the data, or raise the limit (`--max-dropped-share`)",
-            summary,
-        )
+    if problem := _problem(summary, options):
+        writer.discard()
+        raise PrepareError(problem, summary)
     mask = _mask_token(tokenizer, options, writer.occurrences, base)
     summary.mask_token = mask
     if mask.warning:
         summary.warnings.append(mask.warning)
     writer.commit(_manifest(names, sizes, tokenizer, options, summary, mask, base))
+
+
+def _problem(summary: Summary, options: PrepareOptions) -> str | None:
+    if summary.kept == 0:
+        return "no row is left to train on: nothing was written"
+    if summary.dropped_share > options.max_dropped_share:
+        return (
+            f"{summary.dropped_share:.1%} of the input rows were dropped, the limit max_dropped_share is "
+            f"{options.max_dropped_share:.1%}: repair the data, or raise the limit (`--max-dropped-share`)"
+        )
+    return None
 
 
 def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
