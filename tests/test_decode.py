@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from decode_helpers import EOS, LAYOUTS, PROMPTS, SPEC, make_target
 from drafter_helpers import make_drafter
 from draftmill.evaluate import verifier as verifier_module
-from draftmill.evaluate.cache import RaggedCache
+from draftmill.target.cache import RaggedCache
 from draftmill.evaluate.decode import draft_and_verify, matching_prefix, plain_greedy
 from draftmill.evaluate.verifier import Verifier
 
