@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftmill.target.answers import Sampling
 from draftmill.target.cache import RaggedCache
-from draftmill.target.generate import Sampling, _choose, generate
+from draftmill.target.generate import _choose, generate
 from draftmill.target.model import Target
 from tiny_models import VOCAB, tiny_llama, tiny_mistral, tiny_qwen3, tiny_tokenizer
 

@@ -11,33 +11,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from draftmill.target.answers import Finish, Sampling
 from draftmill.target.cache import RaggedCache
 from draftmill.target.model import Target
 
-Finish = Literal["stop", "length"]
 OnStep = Callable[[int, int], None]  # (rows still running, tokens generated so far in all rows)
 KEEP_SHARE = 0.75  # rows are gathered anew once fewer than this share of the batch still runs
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    max_new_tokens: int
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy, or a positive value")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: use a value above 0, up to 1")
 
 
 @dataclass(frozen=True, slots=True)
