@@ -48,13 +48,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    token_ids: tuple[int, ...] | None  # the stop token included, where one was generated; None: not told by a server
+    token_ids: tuple[int, ...] | None  # the stop token included, where one was generated; None: a server did not tell
     text: str  # without the stop token
     finish: Finish
+    tokens: int  # generated
 
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids or ())
+    @classmethod
+    def from_ids(cls, token_ids: Sequence[int], tokenizer: Any, stop_ids: Collection[int]) -> Self:
+        """Ends with the first stop token; without one it was cut for its length."""
+        end = next((index for index, token in enumerate(token_ids) if token in stop_ids), len(token_ids))
+        text = tokenizer.decode(token_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        kept = tuple(token_ids[: end + 1])
+        return cls(kept, text, "stop" if end < len(token_ids) else "length", len(kept))
 
 
 Answered = Sequence[tuple[Prompt, Answer]]

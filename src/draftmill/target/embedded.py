@@ -47,7 +47,13 @@ class Embedded:
                 responses = self._generate(batch, sampling, sum(wanted), generated, show)
                 generated += sum(len(response.token_ids) for response in responses)
                 pairs = zip(batch, responses, wanted, strict=True)
-                on_answers([(prompt, self._answer(response)) for prompt, response, want in pairs if want])
+                on_answers(
+                    [
+                        (prompt, Answer.from_ids(response.token_ids, self.tokenizer, self.stop_ids))
+                        for prompt, response, want in pairs
+                        if want
+                    ]
+                )
             show(0, generated)
 
     def _generate(
@@ -67,8 +73,3 @@ class Embedded:
         while window := list(islice(prompts, SORTED_BATCHES * self.batch_size)):
             window.sort(key=lambda prompt: len(prompt.token_ids))
             yield from (window[i : i + self.batch_size] for i in range(0, len(window), self.batch_size))
-
-    def _answer(self, response: Response) -> Answer:
-        body = response.token_ids[:-1] if response.finish == "stop" else response.token_ids
-        text = self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return Answer(response.token_ids, text, response.finish)
