@@ -11,8 +11,8 @@ from draftmill.evaluate.report import EvaluationReport, evaluate
 from draftmill.evaluate.responses import OnProgress, Response
 from draftmill.run.drafters import FoundDrafter, find_drafter
 from draftmill.target.model import Target
-from draftmill.text.conversations import Tokenised, read_conversations
-from draftmill.text.refusals import DropReason, Refused, RowProblem
+from draftmill.text.prompt_rows import prompt_rows
+from draftmill.text.refusals import Refused, RowProblem
 from draftmill.text.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,12 @@ def read_prompts(
     renderer = Renderer(target.tokenizer, template_options, stop_ids=target.stop_ids)
     prompts: list[list[int]] = []
     refused: dict[str, int] = {}
-    for row in read_conversations(path, need_reply=False):
+    for row in prompt_rows(path):
         if limit is not None and len(prompts) == limit:
             break
-        if isinstance(row, Tokenised):
-            row = Refused(DropReason.NO_MESSAGES, row.source, "tokens have no prompt to answer")
         if not isinstance(row, Refused):
             try:
-                prompts.append(renderer.prompt_ids(row.question))
+                prompts.append(renderer.prompt_ids(row))
                 continue
             except RowProblem as problem:
                 row = problem.at(row.source)
