@@ -101,6 +101,13 @@ def test_bad_rows_are_refused_with_a_counted_reason(target, tmp_path):
     assert calls[-1][:2] == (5, 5)
 
 
+def test_of_many_refused_rows_a_few_are_named_and_all_counted(target, tmp_path, caplog):
+    prompts = tmp_path / "p.jsonl"
+    write(prompts, [*["{"] * 50, {"messages": [user("a")]}])
+    assert regenerate(target, [prompts], tmp_path / "out.jsonl", **OPTIONS).refused == {"malformed_json": 50}
+    assert [record.getMessage().count("p.jsonl:") for record in caplog.records] == [1, 1, 1]
+
+
 def test_an_empty_answer_is_refused_once(target, tmp_path, monkeypatch):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     write(prompts, [{"messages": [user("a")]}])
@@ -117,7 +124,7 @@ def test_progress_moves_within_a_batch(target, prompts, tmp_path):
     calls: list[tuple[int, ...]] = []
     report = regenerate(target, [prompts], tmp_path / "out.jsonl", **OPTIONS, progress=lambda *now: calls.append(now))
     assert calls == sorted(calls)
-    assert calls[-1] == (8, 8, report.response_tokens)
+    assert calls[-1] == (8, 8, report.response_tokens) and calls[-2][0] < 8
     assert len({tokens for _, _, tokens in calls}) >= 3 * OPTIONS["max_new_tokens"]  # three batches
 
 

@@ -95,10 +95,14 @@ def regenerate(
         settings = ServerSettings(server, model, concurrency, retry, max_failed_share, api_key)
         answerer = Server.connect(settings, folder, options)
     files = list(prompts or [])
-    if self_prompt is not None:
-        files = [_write_prompts(answerer, out, self_prompt, seed, options)]
-    with Display("row") as display:
-        report = regenerate(answerer, files, out, sampling, template_options=options, progress=display.show)
+    try:
+        if self_prompt is not None:
+            files = [_write_prompts(answerer, out, self_prompt, seed, options)]
+        with Display("row") as display:
+            report = regenerate(answerer, files, out, sampling, template_options=options, progress=display.show)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {out} keeps what is done, the same command goes on with the rest", err=True)
+        raise typer.Exit(STOPPED_EARLY) from None
     _tell(report, out, getattr(answerer, "failed_attempts", {}))
 
 

@@ -132,6 +132,7 @@ class _Collection:
     next_draw: int = 0
     tokens: int = 0  # generated in earlier rounds of this call
     tokens_shown: int = 0
+    shown_whole: bool = False
 
     @property
     def missing(self) -> int:
@@ -164,7 +165,8 @@ class _Collection:
 
     def show(self, _ended: int, tokens: int) -> None:
         self.tokens_shown = self.tokens + tokens
-        if self.progress is not None:
+        if self.progress is not None and (self.missing or not self.shown_whole):
+            self.shown_whole = not self.missing
             self.progress(self.report.prompts, self.wanted, self.tokens_shown)
 
     def _left_out(self, answer: Answer, text: str) -> str | None:
