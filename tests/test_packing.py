@@ -310,12 +310,13 @@ def test_spans_of_a_mask():
 
 
 class Lognormal:
-    """A big dataset's counts, without its rows: replies are the last 80 % of each document."""
+    """A big dataset's counts, without its rows: replies are the last `reply` of each document."""
 
     fingerprint = "lognormal"
     earlier: ClassVar[dict[int, str]] = {}
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, reply: float) -> None:
+        self.reply = reply
         draws = np.random.default_rng(0).lognormal(np.log(1100) - 0.8**2 / 2, 0.8, count)
         self.lengths = np.clip(draws, 8, 8192).astype(np.int32)
 
@@ -324,17 +325,22 @@ class Lognormal:
 
     def counts(self, limit: int) -> RowCounts:
         lengths = np.minimum(self.lengths.astype(np.int64), limit)
-        supervised = lengths - self.lengths // 5
+        supervised = lengths - (self.lengths * (1 - self.reply)).astype(np.int64)
         return RowCounts(lengths, supervised, supervised - 1)
 
 
-def test_padding_is_small_and_planning_is_fast_on_lognormal_lengths():
-    rows = Lognormal(100_000)
+@pytest.mark.parametrize(("reply", "anchors_bind"), [(0.8, False), (1.0, True)])
+def test_padding_is_small_and_planning_is_fast_on_lognormal_lengths(reply, anchors_bind):
+    rows = Lognormal(100_000, reply)
     data = numbers(pack_tokens=8192, anchor_rate=0.0625, anchors_per_document=512, pack_window=1024)
     started = time.perf_counter()
-    packs = PackStream(rows, data, 0).packs_in_epoch(0)
+    stream = PackStream(rows, data, 0)
+    packs = stream.packs_in_epoch(0)
     assert time.perf_counter() - started < 10  # about 0.1 s on one idle core; a million documents take 1 s
-    assert 1 - rows.lengths.sum() / (packs * 8192) < 0.01
+    assert stream.padding_share(0) == pytest.approx(1 - rows.lengths.sum() / (packs * 8192))
+    assert stream.padding_share(0) < 0.01
+    tokens_alone = PackStream(rows, numbers(8192, 0.0625, 1, 1024), 0).packs_in_epoch(0)
+    assert (packs > tokens_alone) == anchors_bind
 
 
 def test_small_windows_carry_their_emptiest_pack():
