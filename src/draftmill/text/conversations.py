@@ -1,8 +1,7 @@
-"""JSONL bytes in, normalised conversations out.
+"""Raw rows in, normalised conversations out.
 
-Each line that is not blank gives exactly one `Conversation` or one `Refused`, in file order. At most
-one line, and never more than `max_line_bytes` of it, is in memory. Nothing is guessed: a role, a field
-or a content part outside the tables below refuses the row by name.
+Each row that is not a blank line gives exactly one `Conversation` or one `Refused`, in file order. Nothing
+is guessed: a role, a field or a content part outside the tables below refuses the row by name.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from draftmill.text.refusals import DropReason, Refused, RowError, RowProblem, Source
-
-MAX_LINE_BYTES = 16 * 2**20
+from draftmill.text.sources import MAX_LINE_BYTES, Raw, read_raw
 
 # The role as written -> the role that the template sees. Exact spelling: "Assistant" is not a role.
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
@@ -36,10 +34,6 @@ UNSUPPORTED_MESSAGE_FIELDS = (
     "audio",
 )
 FINISHES = ("stop", "length")
-
-_BOM = b"\xef\xbb\xbf"
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_SKIP_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,58 +62,27 @@ def read_conversations(
     path: str | Path, *, strict: bool = False, need_reply: bool = True, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Conversation | Refused]:
     """Rows of one file. `strict` raises `RowError` at the first bad row; `need_reply=False` admits prompts alone."""
-    with open(path, "rb") as file:
-        _refuse_compressed(file, path)
-        for source, line in _lines(file, str(path), max_line_bytes):
-            row = _read_row(source, line, need_reply, max_line_bytes)
-            if row is None:
-                continue
-            if strict and isinstance(row, Refused):
-                raise RowError(row)
-            yield row
-
-
-def _refuse_compressed(file: BinaryIO, path: str | Path) -> None:
-    head = file.read(4)
-    file.seek(0)
-    for magic, name in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise ValueError(f"{path} is {name}-compressed, which is not read: decompress it to plain JSONL first")
-
-
-def _lines(file: BinaryIO, name: str, limit: int) -> Iterator[tuple[Source, bytes | None]]:
-    """Lines without their ending; None stands for a line over `limit` bytes, of which the rest is skipped."""
-    number = offset = 0
-    while True:
-        line = file.readline(limit + 2)  # the ending, "\r\n" at most, is not counted
-        if not line:
-            return
-        number += 1
-        source = Source(name, number, offset)
-        offset += len(line)
-        ended = line.endswith(b"\n")
-        body = line.removesuffix(b"\n").removesuffix(b"\r")
-        if number == 1:
-            body = body.removeprefix(_BOM)
-        if len(body) <= limit and (ended or len(line) < limit + 2):
-            yield source, body
+    for raw in read_raw(path, max_line_bytes):
+        row = parse_row(raw, need_reply=need_reply)
+        if row is None:
             continue
-        while not ended:
-            rest = file.readline(_SKIP_BYTES)
-            offset += len(rest)
-            ended = rest.endswith(b"\n") or not rest
-        yield source, None
+        if strict and isinstance(row, Refused):
+            raise RowError(row)
+        yield row
 
 
-def _read_row(source: Source, line: bytes | None, need_reply: bool, limit: int) -> Conversation | Refused | None:
+def parse_row(raw: Raw, *, need_reply: bool = True) -> Conversation | Refused | None:
+    """Pure, for any process. None is a blank line, which is not a row."""
+    if raw.payload is None:
+        return raw.refused
     try:
-        if line is None:
-            raise RowProblem(DropReason.LINE_TOO_LONG, f"over {limit:,} bytes")
-        if not line.strip():
+        if isinstance(raw.payload, dict):
+            return _conversation(raw.payload, raw.source, need_reply)
+        if not raw.payload.strip():
             return None
-        return _conversation(_parse(line), source, need_reply)
+        return _conversation(_parse(raw.payload), raw.source, need_reply)
     except RowProblem as problem:
-        return problem.at(source)
+        return problem.at(raw.source)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

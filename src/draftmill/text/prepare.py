@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from draftmill.text.conversations import MAX_LINE_BYTES, Conversation, read_conversations
+from draftmill.text.conversations import Conversation, read_conversations
 from draftmill.text.dataset import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
 from draftmill.text.mask_token import MaskToken, choose_mask_token
 from draftmill.text.refusals import DropReason, Refused, RowError, Source
 from draftmill.text.render import Renderer, TokenRow, Turns
+from draftmill.text.sources import MAX_LINE_BYTES
 
 EXAMPLES_PER_REASON = 3
 _PROGRESS_ROWS = 256
