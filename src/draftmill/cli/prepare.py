@@ -10,7 +10,8 @@ import typer
 from draftmill.cli.arguments import TargetPath, TemplateOptions, target_folder, template_options
 
 if TYPE_CHECKING:
-    from draftmill.text.prepare import PrepareOptions, Progress, Summary
+    from draftmill.text.prepare import PrepareOptions
+    from draftmill.text.summary import Progress, Summary
 
 
 def prepare(
@@ -30,6 +31,10 @@ def prepare(
     template_option: TemplateOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row instead of counting it.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing prepared dataset.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Add the rows to an existing prepared dataset.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that render. Default: one per core, fewer for small files.")
+    ] = None,
 ) -> None:
     """Turn conversations into a dataset to train on.
 
@@ -38,10 +43,14 @@ def prepare(
       draftmill prepare chats.jsonl --target TARGET --out data/prepared
       draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
       draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
+      draftmill prepare more.jsonl --target TARGET --out data/prepared --append
 
     A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. The
     responses should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template,
     and only tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+
+    An interrupted prepare goes on where it was when the same command is given again. The dataset does not depend on the
+    number of workers or on interruptions.
 
     The mask token fills the slots to predict. It is --mask-token-id, or the tokenizer's own mask token, or a token that
     the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
@@ -51,6 +60,7 @@ def prepare(
     from transformers import AutoTokenizer
 
     from draftmill.cli.display import Display
+    from draftmill.text.pool import WorkerDied
     from draftmill.text.prepare import prepare
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -64,6 +74,8 @@ def prepare(
         template_options=options,
         strict=strict,
         overwrite=overwrite,
+        append=append,
+        workers=workers,
     )
     with Display("read %") as display:
 
@@ -71,7 +83,11 @@ def prepare(
             percent = 100 * now.done_bytes // max(now.total_bytes, 1)
             display.show(percent, 100, kept=now.kept, dropped=now.dropped)
 
-        summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        try:
+            summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        except WorkerDied as death:  # not our fault and not the data's: its message says all
+            typer.echo(f"error: {death}", err=True)
+            raise typer.Exit(1) from None
     _report(summary)
     typer.echo(f"wrote {out}")
 
@@ -79,6 +95,8 @@ def prepare(
 def _report(summary: Summary) -> None:
     for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    if summary.resumed_at:
+        typer.echo(f"went on after {summary.resumed_at:,} input rows that an interrupted attempt had finished")
     typer.echo(summary.table())
     if mask := summary.mask_token:
         typer.echo(f"mask token {mask.id} {mask.text!r} ({mask.chosen_by})")

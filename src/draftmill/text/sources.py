@@ -28,6 +28,8 @@ class Raw:
     """A JSONL line without its ending, a table's row, or None where the row could not be read."""
     refused: Refused | None = None
     """Why it could not be read."""
+    size: int = 0
+    """About how many bytes the payload has."""
 
 
 def read_raw(path: str | Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Raw]:
@@ -58,7 +60,7 @@ def _lines(file: BinaryIO, name: str, limit: int) -> Iterator[Raw]:
         if number == 1:
             body = body.removeprefix(_BOM)
         if len(body) <= limit and (ended or len(line) < limit + 2):
-            yield Raw(source, body)
+            yield Raw(source, body, size=len(body))
             continue
         while not ended:
             rest = file.readline(_SKIP_BYTES)
