@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftmill.text.conversations import Conversation, Message
+from draftmill.text.conversations import Conversation
+from draftmill.text.messages import Message
 from draftmill.text.refusals import Refused, Source
 from draftmill.text.render import Renderer
 from text_helpers import CHATML, THINKING, byte_tokenizer, family, plain, run_python, supervised_texts, talk

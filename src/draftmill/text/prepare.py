@@ -104,7 +104,13 @@ def prepare(
     sizes = _check_sources(names)
     for name in names:
         _check_made_with(Path(name), options)
-    renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
+    renderer = Renderer(
+        tokenizer,
+        options.template_options,
+        stop_ids=options.stop_ids,
+        turns=options.turns,
+        vocab_size=options.vocab_size,
+    )
     begun_with = _begun_with(names, tokenizer, options)
     base = PreparedDataset.open(folder) if options.append else None
     if base:
