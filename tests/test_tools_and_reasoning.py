@@ -154,10 +154,9 @@ def test_reasoning_kept_apart_is_what_the_target_generated():
 
 def test_reasoning_before_a_call():
     messages = [USER, says("", call({"a": 1}), reasoning_content="I look."), tool("12"), says("Rain.")]
-    first, second = supervised("harmony", messages, row={"tools": TOOLS})
     header = " to=functions.look<|channel|>commentary json<|message|>"
-    assert first == ["<|channel|>analysis<|message|>I look.<|end|><|start|>assistant" + header + '{"a": 1}<|call|>']
-    assert second == ["<|channel|>final<|message|>Rain.<|return|>"]
+    thinks = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant" + header + '{"a": 1}<|call|>'
+    assert supervised("harmony", messages, row={"tools": TOOLS}) == [[thinks, ANSWERS["harmony"]]]
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
@@ -221,7 +220,7 @@ def test_what_the_template_does_not_read_refuses_the_row():
     plain = [USER, says("Rain.")]
     assert refusal("marked", parse(plain, tools=TOOLS)).reason == "template_ignores"
     assert refusal("marked", parse([USER, says("Rain.", reasoning_content="hm")])).reason == "template_ignores"
-    assert refusal("qwen3", parse(plain, chat_template_kwargs={"think": True})).reason == "template_ignores"
+    assert refusal("qwen3", parse(plain, chat_template_kwargs={"thinks": True})).reason == "template_ignores"
     assert refusal("qwen3", parse(plain, chat_template_kwargs={"tokenize": 1})).reason == "bad_template_options"
     assert refusal("marked", parse([USER, says("Rain.", call({"a": 1}))])).reason == "content_altered"
     assert refusal("llama31", parse([USER, says("Look:", call({"a": 1}))])).reason == "content_altered"
