@@ -107,12 +107,6 @@ def test_strict_mode_names_file_line_and_reason(tmp_path):
         read(tmp_path, GOOD + b"\n\n{\n", strict=True)
 
 
-def test_compressed_files_are_refused_by_name(tmp_path):
-    """case 35"""
-    with pytest.raises(ValueError, match="gzip-compressed"):
-        read(tmp_path, b"\x1f\x8b\x08\x00 cut short")
-
-
 def test_conversations_without_both_sides_are_refused(tmp_path):
     """case 33"""
     system = {"role": "system", "content": "s"}

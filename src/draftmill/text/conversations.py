@@ -145,26 +145,36 @@ def _messages(record: dict[str, Any]) -> tuple[Message, ...]:
 
 
 def _list(listed: Any, name: str, read: Any) -> tuple[Message, ...]:
-    if not isinstance(listed, list):
-        raise RowProblem(DropReason.NO_MESSAGES, f"{name} is a {type(listed).__name__}")
-    return tuple(read(entry, i) for i, entry in enumerate(listed))
+    listed = _from_text(listed, DropReason.BAD_MESSAGE)
+    if not isinstance(listed, list) or not listed:
+        raise RowProblem(DropReason.NO_MESSAGES, f"{name} is {short(listed)}")
+    return tuple(read(_from_text(entry, DropReason.BAD_MESSAGE), i) for i, entry in enumerate(listed))
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """A list, or the same as JSON text, as tables often keep it."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = parse_json(value)
-        except RowProblem as problem:
-            raise RowProblem(DropReason.BAD_TOOLS, problem.detail) from None
+    value = _from_text(value, DropReason.BAD_TOOLS)
     if not value:
         return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    if not isinstance(value, list):
         raise RowProblem(DropReason.BAD_TOOLS, short(value))
-    return tuple(value)
+    tools = tuple(_from_text(tool, DropReason.BAD_TOOLS) for tool in value)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowProblem(DropReason.BAD_TOOLS, short(value))
+    return tools
+
+
+def _from_text(value: Any, reason: DropReason) -> Any:
+    """Tables often keep as JSON text what has no fixed columns."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return parse_json(value)
+    except RowProblem as problem:
+        raise RowProblem(reason, problem.detail) from None
 
 
 def _template_options(value: Any) -> dict[str, Any]:
+    value = _from_text(value, DropReason.BAD_TEMPLATE_OPTIONS)
     if not value:
         return {}
     if not isinstance(value, dict):

@@ -27,7 +27,7 @@ from draftmill.text.mask_token import MaskToken, choose_mask_token
 from draftmill.text.pool import WorkerDied, ordered_map
 from draftmill.text.refusals import RowError
 from draftmill.text.render import Renderer, Turns
-from draftmill.text.sources import MAX_LINE_BYTES, read_raw
+from draftmill.text.sources import MAX_LINE_BYTES, check_source, read_raw, source_files
 from draftmill.text.summary import PrepareError, Progress, Summary
 
 _BYTES_PER_WORKER = 4 * 2**20  # starting a process costs as much as rendering some megabytes
@@ -188,10 +188,13 @@ def _problem(summary: Summary, options: PrepareOptions) -> str | None:
 
 def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
     """All that the rows depend on: what an interrupted attempt, or the dataset to append to, must share."""
-    stats = [os.stat(name) for name in names]
+    stats = [[os.stat(file) for file in source_files(name)] for name in names]
     return {
         **_settings(tokenizer, options),
-        "input files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)],
+        "input files": [
+            [name, *([stat.st_size, stat.st_mtime_ns] for stat in files)]
+            for name, files in zip(names, stats, strict=True)
+        ],
         "max_line_bytes": options.max_line_bytes,
     }
 
@@ -225,13 +228,12 @@ def _check_base(base: PreparedDataset, begun_with: Mapping[str, Any], names: Seq
 def _check_sources(names: Sequence[str]) -> list[int]:
     """Sizes in bytes."""
     if not names:
-        raise ValueError("no input files: name at least one JSONL file")
+        raise ValueError("no input files: name at least one")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"input file {name} is named twice: its rows would count double")
-        if not os.path.isfile(name):
-            raise ValueError(f"input file {name} does not exist or is not a file")
-    return [os.path.getsize(name) for name in names]
+        check_source(name)
+    return [sum(map(os.path.getsize, source_files(name))) for name in names]
 
 
 def _mask_token(
