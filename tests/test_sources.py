@@ -125,7 +125,7 @@ def test_a_compressed_file_cut_short_is_named_by_line(tmp_path, make):
     found = list(read_conversations(cut))
     assert found[-1].reason == "cut_short"
     assert [row.source.line for row in found] == list(range(1, len(found) + 1))
-    assert 10 * 150 < len(found) < 21 * 150  # the last buffer before the cut may be lost with it
+    assert 10 * 150 < len(found) <= 21 * 150 + 1  # the last buffer before the cut may be lost with it
     assert {row.source.line % 150 for row in found[:-1] if isinstance(row, Refused)} == {5}  # the unknown role
     cut.write_bytes(make(tmp_path / "whole").read_bytes()[:12])
     with pytest.raises(RowError, match=r"cut\.jsonl:1: cut_short"):

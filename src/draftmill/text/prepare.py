@@ -104,13 +104,7 @@ def prepare(
     sizes = _check_sources(names)
     for name in names:
         _check_made_with(Path(name), options)
-    renderer = Renderer(
-        tokenizer,
-        options.template_options,
-        stop_ids=options.stop_ids,
-        turns=options.turns,
-        vocab_size=options.vocab_size,
-    )
+    renderer = renderer_of(tokenizer, options)
     begun_with = _begun_with(names, tokenizer, options)
     base = PreparedDataset.open(folder) if options.append else None
     if base:
@@ -138,6 +132,16 @@ def prepare(
     if progress:
         progress(Progress(sum(sizes), sum(sizes), summary.kept, sum(summary.dropped.values())))
     return summary
+
+
+def renderer_of(tokenizer: Any, options: PrepareOptions) -> Renderer:
+    return Renderer(
+        tokenizer,
+        options.template_options,
+        stop_ids=options.stop_ids,
+        turns=options.turns,
+        vocab_size=options.vocab_size,
+    )
 
 
 def _made(
