@@ -1,28 +1,30 @@
 """The pipeline of processes: the same weights however it is arranged and whoever dies, and nothing left behind."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-import torch
 
-from draftmill.config.load import dump_config
 from draftmill.observe.metrics import read_rows
-from draftmill.run.failure import RunFailed
 from draftmill.run.training import run_training
 from draftmill.text.dataset import PreparedDataset
-from draftmill.train.checkpoint import complete_checkpoints, load_checkpoint
+from draftmill.train.checkpoint import complete_checkpoints
 from draftmill.train.loop import FINISHED
+from pipeline_helpers import (
+    PROCESSES,
+    assert_same,
+    checkpoint_exists,
+    events,
+    faulty,
+    newest,
+    nothing_left_behind,
+    pid_of,
+    start,
+    wait_for,
+    workers_running,
+)
 from run_helpers import tiny_config
-
-PROCESSES = ("pipeline.mode=processes",)
-FAULTY = Path(__file__).parent / "faulty_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,51 +33,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(folder):
-    """Case 49: no process, no shared memory, whatever a test did."""
-    before = set(os.listdir("/dev/shm"))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    assert workers_running(folder) == []
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def workers_running(folder):
-    """Of runs below `folder`: others on this machine are not ours."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except (OSError, ValueError):
-            continue
-        worker = b"draftmill.run.worker" in words or str(FAULTY).encode() in words
-        if entry.name.isdigit() and worker and any(str(folder).encode() in word for word in words):
-            found.append(int(entry.name))
-    return found
-
-
-def newest(config):
-    return load_checkpoint(complete_checkpoints(config.run.dir / "checkpoints")[0][-1])
-
-
-def events(config, name=None):
-    rows = list(read_rows(config.run.dir / "events.jsonl"))
-    return rows if name is None else [row for row in rows if row["event"] == name]
-
-
-def assert_same(a, b, exact=True):
-    assert a.step == b.step
-    assert a.state["position"] == b.state["position"] and a.state["ledger"] == b.state["ledger"]
-    for name, tensor in a.ledger.items():
-        assert torch.equal(tensor, b.ledger[name])
-    for part in ("drafter", "optimizer"):
-        for name, tensor in getattr(a, part).items():
-            other = getattr(b, part)[name]
-            if exact:
-                assert torch.equal(tensor, other), f"{part}: {name}"
-            else:
-                torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-5)
+def clean(folder):
+    with nothing_left_behind(folder):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -128,32 +88,6 @@ def test_epochs_that_end_inside_a_step_over_two_drafters(folder):
 # Faults
 
 
-def start(config, folder):
-    path = folder / f"{config.run.dir.name}.yaml"
-    path.write_text(dump_config(config))
-    return subprocess.Popen([sys.executable, "-m", "draftmill.cli", "train", str(path)], stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL)  # fmt: skip
-
-
-def wait_for(condition, process=None, seconds=90):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        assert process is None or process.poll() is None, "the run ended before the fault"
-        time.sleep(0.02)
-    raise AssertionError(f"nothing happened for {seconds} s")
-
-
-def pid_of(config, worker):
-    spawned = [row["pid"] for row in events(config, "spawned") if row["worker"] == worker]
-    return spawned[-1] if spawned else None
-
-
-def checkpoint_exists(config, step):
-    return lambda: (config.run.dir / "checkpoints" / f"step-{step}").exists()
-
-
 def killed_run(folder, straight, name, *overrides, victim):
     """A run of 16 steps of which one worker is killed after the checkpoint of step 3."""
     config = tiny_config(folder, name, *PROCESSES, "train.steps=16", "run.checkpoint_every=3", *overrides)
@@ -197,25 +131,12 @@ def test_a_supervisors_death_ends_all_workers_and_the_run_resumes_exactly(folder
 def test_sigterm_to_the_group_finishes_the_step_and_resumes_exactly(folder, straight):
     """Case 55: the signal reaches every worker too; none of them minds."""
     config = tiny_config(folder, "terminated", *PROCESSES, "train.steps=16", "pipeline.targets=2")
-    path = folder / "terminated.yaml"
-    path.write_text(dump_config(config))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftmill.cli", "train", str(path)], stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    process = start(config, folder, start_new_session=True)
     wait_for(checkpoint_exists(config, 3), process)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) in (0, 3)
     assert run_training(config, resume=True).reason == FINISHED
     assert_same(newest(config), straight)
-
-
-def faulty(folder, config, fault, document):
-    """(command of a worker that fails on `document`, the marker file that arms it)."""
-    token_ids, _ = PreparedDataset.open(config.data.path).row(document)
-    marker = folder / f"{config.run.dir.name}.marker"
-    marker.touch()
-    return (sys.executable, str(FAULTY), fault, json.dumps(token_ids.tolist()), str(marker)), marker
 
 
 def test_a_poison_document_fails_and_the_rest_trains(folder):
@@ -244,17 +165,6 @@ def test_a_hung_target_is_dumped_and_replaced(folder, straight):
     assert "faulty_worker.py" in (config.run.dir / "logs" / "target-0.log").read_text()  # the stack that hung
 
 
-def test_a_full_disk_ends_the_run_by_name_and_leaves_the_checkpoint(folder):
-    """Case 66: the folder of a later checkpoint cannot be made."""
-    config = tiny_config(folder, "full", *PROCESSES, "train.steps=16")
-    (config.run.dir / "checkpoints").mkdir(parents=True)
-    blocker = config.run.dir / "checkpoints" / ".writing-step-6"
-    blocker.write_text("a file where a folder must go")
-    with pytest.raises((RunFailed, OSError)):
-        run_training(config)
-    assert newest(config).step == 3
-
-
 def test_two_runs_side_by_side(folder, straight):
     configs = [tiny_config(folder, f"side-{i}", *PROCESSES, "train.steps=16") for i in range(2)]
     processes = [start(config, folder) for config in configs]
@@ -271,23 +181,18 @@ def test_targets_work_at_the_same_time(folder):
     )  # fmt: skip
     command, _ = faulty(folder, config, "slow", 5)
     run_training(config, command=command)
-    ready, in_work, busy, total = 0, set(), 0, 0
-    for row in events(config):
-        ready += row["event"] == "phase" and row["phase"] == "ready" and row["worker"].startswith("target")
-        if row["event"] == "leased":
-            in_work.add(row["lease"])
-            if ready == 3:
-                total += 1
-                busy += len(in_work) >= 2
-        elif row["event"] == "filled":
-            in_work.discard(row["lease"])
-    assert total > 30 and busy > 0.8 * total
+    leases = list(read_rows(config.run.dir / "leases.jsonl"))
+    assert {row["seq"] for row in leases} == set(range(120))
+    everyone = max(min(row["leased"] for row in leases if row["target"] == target) for target in range(3))
+    begun = [row["leased"] for row in leases if row["leased"] >= everyone]
+    in_work = [sum(row["leased"] <= moment < row["answered"] for row in leases) for moment in begun]
+    assert len(begun) > 30 and sum(count >= 2 for count in in_work) > 0.8 * len(begun)
 
 
 def kill_at_random(folder, name, kills, seed):
     """One run whose workers and supervisor are killed again and again, at random steps; then it ends by itself."""
     rng = random.Random(seed)
-    steps = 12 * (kills + 2)
+    steps = 15 * (kills + 2)  # a kill that meets nobody uses steps up, too
     quiet = tiny_config(folder, f"{name}-quiet", "pipeline.mode=inprocess", f"train.steps={steps}",
                         "run.checkpoint_every=7", "run.keep_checkpoints=2")  # fmt: skip
     run_training(quiet)
@@ -295,20 +200,16 @@ def kill_at_random(folder, name, kills, seed):
         folder, name, *PROCESSES, f"train.steps={steps}", "pipeline.targets=2", "run.checkpoint_every=7",
         "run.keep_checkpoints=2", "run.log_every=1", "pipeline.target_restarts=1000", "pipeline.drafter_restarts=1000",
     )  # fmt: skip
-    path = folder / f"{name}.yaml"
-    path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "draftmill.cli", "train", str(path)]
 
     def launch():
-        resume = ["--resume"] if complete_checkpoints(config.run.dir / "checkpoints")[0] else []
-        return subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return start(config, folder, resume=bool(complete_checkpoints(config.run.dir / "checkpoints")[0]))
 
     def steps_done():
         metrics = config.run.dir / "metrics.jsonl"
         return max((row["step"] for row in read_rows(metrics)), default=0) if metrics.exists() else 0
 
-    process, done = launch(), 0
-    for _ in range(kills):
+    process, landed = launch(), 0
+    while landed < kills:
         reached = steps_done() + rng.randint(1, 9)
         wait_for(lambda reached=reached: steps_done() >= reached, process)
         victim = rng.choice(["target 0", "target 1", "drafter 0", "supervisor"])
@@ -316,16 +217,14 @@ def kill_at_random(folder, name, kills, seed):
             os.kill(process.pid if victim == "supervisor" else pid_of(config, victim), signal.SIGKILL)
         except (ProcessLookupError, TypeError):  # not started yet, or being started again
             continue
-        done += 1
+        landed += 1
         if victim == "supervisor":
             process.wait()
             wait_for(lambda: not workers_running(folder), seconds=15)
             process = launch()
     assert process.wait(timeout=600) == 0
-    assert done > kills / 2
     assert_same(newest(config), newest(quiet))
     assert [row["step"] for row in read_rows(config.run.dir / "metrics.jsonl")] == list(range(1, steps + 1))
-    return done
 
 
 def test_random_kills_change_nothing(folder):
@@ -335,4 +234,4 @@ def test_random_kills_change_nothing(folder):
 @pytest.mark.soak
 def test_a_hundred_random_kills_change_nothing(folder):
     """Cases 49, 66, 68."""
-    print("kills:", kill_at_random(folder, "hundred-kills", kills=110, seed=2))
+    kill_at_random(folder, "hundred-kills", kills=100, seed=2)

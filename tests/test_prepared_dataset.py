@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.text.dataset import DatasetWriter, PreparedDataset
+from draftmill.text.block import RowBlock
+from draftmill.text.dataset import PreparedDataset
+from draftmill.text.dataset_writer import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
 from draftmill.text.packing import PackStream
 from draftmill.text.prepare import PrepareError, PrepareOptions, Progress, prepare
@@ -187,10 +189,17 @@ def test_input_files_are_checked_first(tmp_path, tokenizer):
 # On disk
 
 
-def write(folder, rows, batch=None, **more) -> PreparedDataset:
+def block(ids, spans, line) -> RowBlock:
+    return RowBlock.of([(TokenRow(np.array(ids, dtype=np.int32), spans), 0, line)])
+
+
+def write(folder, rows, batch=100, **more) -> PreparedDataset:
+    """A record batch every `batch` rows."""
     with DatasetWriter(folder, **more) as writer:
         for i, (ids, spans) in enumerate(rows):
-            writer.add(TokenRow(np.array(ids, dtype=np.int32), spans), 0, i + 1)
+            writer.add(block(ids, spans, i + 1))
+            if (i + 1) % batch == 0:
+                writer.checkpoint({})
         writer.commit({"target": {"tokenizer_hash": "t1"}, "sources": [{"path": "x"}]})
     return PreparedDataset.open(folder)
 
@@ -198,9 +207,8 @@ def write(folder, rows, batch=None, **more) -> PreparedDataset:
 ROWS = [([1, 2, 3], ((1, 3),)), ([4], ()), ([5, 6, 7, 8, 9], ((0, 2), (3, 5))), ([7, 7], ((0, 2),))]
 
 
-def test_rows_come_back_as_written_over_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("draftmill.text.dataset._BATCH_ROWS", 3)
-    dataset = write(tmp_path / "d", ROWS)
+def test_rows_come_back_as_written_over_batches(tmp_path):
+    dataset = write(tmp_path / "d", ROWS, batch=3)
     assert dataset.lengths.tolist() == [3, 1, 5, 2]
     for i, (ids, spans) in enumerate(ROWS):
         token_ids, supervised = dataset.row(i)
@@ -220,10 +228,9 @@ class _Numbers:
     pack_tokens, anchor_rate, anchors_per_document, pack_window = 16, 0.5, 8, 8
 
 
-def test_fingerprint_is_of_the_content(tmp_path, monkeypatch):
+def test_fingerprint_is_of_the_content(tmp_path):
     first = write(tmp_path / "a", ROWS)
-    monkeypatch.setattr("draftmill.text.dataset._BATCH_ROWS", 1)
-    assert write(tmp_path / "b", ROWS).fingerprint == first.fingerprint
+    assert write(tmp_path / "b", ROWS, batch=1).fingerprint == first.fingerprint
     assert write(tmp_path / "c", ROWS[::-1]).fingerprint != first.fingerprint
     other = [(ROWS[0][0], ((2, 3),)), *ROWS[1:]]
     assert write(tmp_path / "d", other).fingerprint != first.fingerprint
@@ -265,10 +272,11 @@ def test_half_written_folders_say_so(tmp_path):
         PreparedDataset.open(tmp_path / "d")
     killed = (
         "import os, sys, numpy as np\n"
-        "from draftmill.text.dataset import DatasetWriter\n"
+        "from draftmill.text.block import RowBlock\n"
+        "from draftmill.text.dataset_writer import DatasetWriter\n"
         "from draftmill.text.render import TokenRow\n"
         "writer = DatasetWriter(sys.argv[1])\n"
-        "writer.add(TokenRow(np.arange(4, dtype=np.int32), ((0, 4),)), 0, 1)\n"
+        "writer.add(RowBlock.of([(TokenRow(np.arange(4, dtype=np.int32), ((0, 4),)), 0, 1)]))\n"
         "os._exit(9)\n"
     )
     assert run_python(killed, str(tmp_path / "d")).returncode == 9
@@ -288,7 +296,7 @@ def test_two_writers_never_share_a_folder(tmp_path):
     with DatasetWriter(tmp_path / "d") as first:
         with pytest.raises(ValueError, match="another process is writing"):
             DatasetWriter(tmp_path / "d")
-        first.add(TokenRow(np.arange(4, dtype=np.int32), ((0, 4),)), 0, 1)
+        first.add(block(range(4), ((0, 4),), 1))
         first.commit({})
     assert len(PreparedDataset.open(tmp_path / "d")) == 1
 
@@ -318,8 +326,8 @@ def test_damaged_files_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match="is missing"):
         PreparedDataset.open(tmp_path / "d")
-    manifest.write_text(whole.replace('"schema_version": 1', '"schema_version": 99'))
-    with pytest.raises(ValueError, match="schema 99, this version reads 1"):
+    manifest.write_text(whole.replace('"schema_version": 2', '"schema_version": 99'))
+    with pytest.raises(ValueError, match="schema 99, this version reads 2"):
         PreparedDataset.open(tmp_path / "d")
 
 

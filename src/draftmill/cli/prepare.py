@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,15 +11,18 @@ import typer
 from draftmill.cli.arguments import TargetPath, TemplateOptions, target_folder, template_options
 
 if TYPE_CHECKING:
-    from draftmill.text.prepare import PrepareOptions, Progress, Summary
+    from draftmill.text.prepare import PrepareOptions
+    from draftmill.text.summary import Progress, Summary
 
 
 def prepare(
     conversations: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="FILE...", help="JSONL files.")
+        list[str], typer.Argument(metavar="INPUT...", help="Files, dataset folders or hub:OWNER/NAME[:SPLIT].")
     ],
     target: TargetPath,
-    out: Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")
+    ] = None,
     turns: Annotated[
         Literal["all", "last"], typer.Option(help="Learn from every assistant turn, or from the last only.")
     ] = "all",
@@ -30,6 +34,13 @@ def prepare(
     template_option: TemplateOptions = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row instead of counting it.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing prepared dataset.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Add the rows to an existing prepared dataset.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that render. Default: one per core, fewer for small files.")
+    ] = None,
+    explain: Annotated[
+        int | None, typer.Option(min=1, metavar="LINE", help="Show what is learnt from this line, write nothing.")
+    ] = None,
 ) -> None:
     """Turn conversations into a dataset to train on.
 
@@ -38,19 +49,28 @@ def prepare(
       draftmill prepare chats.jsonl --target TARGET --out data/prepared
       draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
       draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
+      draftmill prepare more.jsonl --target TARGET --out data/prepared --append
+      draftmill prepare chats.parquet --target TARGET --explain 12
 
-    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. The
-    responses should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template,
-    and only tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+    A row is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or ShareGPT's
+    {"conversations": [{"from": "human", "value": "..."}, ...]}, in JSONL (.gz, .zst), Parquet or Arrow. The responses
+    should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template, and only
+    tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+
+    An interrupted prepare goes on where it was when the same command is given again. The dataset does not depend on the
+    number of workers or on interruptions.
 
     The mask token fills the slots to predict. It is --mask-token-id, or the tokenizer's own mask token, or a token that
     the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
     """
     options = template_options(template_option)
+    if (out is None) == (explain is None):
+        raise typer.BadParameter("give either --out, to write a dataset, or --explain, to look at a line")
     folder = target_folder(target)
     from transformers import AutoTokenizer
 
     from draftmill.cli.display import Display
+    from draftmill.text.pool import WorkerDied
     from draftmill.text.prepare import prepare
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -64,21 +84,57 @@ def prepare(
         template_options=options,
         strict=strict,
         overwrite=overwrite,
+        append=append,
+        workers=workers,
     )
+    if explain is not None:
+        _explain(conversations[0], explain, tokenizer, settings)
+        return
+    assert out is not None
     with Display("read %") as display:
 
         def show(now: Progress) -> None:
             percent = 100 * now.done_bytes // max(now.total_bytes, 1)
             display.show(percent, 100, kept=now.kept, dropped=now.dropped)
 
-        summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        try:
+            summary = prepare(conversations, tokenizer, out, settings, progress=show)
+        except WorkerDied as death:  # not our fault and not the data's: its message says all
+            typer.echo(f"error: {death}", err=True)
+            raise typer.Exit(1) from None
     _report(summary)
     typer.echo(f"wrote {out}")
+
+
+def _explain(name: str, line: int, tokenizer: Any, settings: PrepareOptions) -> None:
+    from draftmill.text.explain import explain, marked
+    from draftmill.text.refusals import Refused
+    from draftmill.text.render import Renderer
+
+    renderer = Renderer(tokenizer, settings.template_options, stop_ids=settings.stop_ids, turns=settings.turns)
+    found = explain(name, line, renderer, settings.max_length)
+    if found is None:
+        typer.echo(f"{name}:{line} is a blank line")
+    elif isinstance(found, Refused):
+        typer.echo(f"dropped: {found}")
+    else:
+        colour = sys.stdout.isatty()
+        typer.echo("learnt text is " + (_learnt("green", True) if colour else "between «« and »»"))
+        for number, row in enumerate(found.rows, 1):
+            supervised = sum(end - start for start, end in row.spans)
+            typer.echo(f"row {number} of {len(found.rows)}: {len(row.token_ids)} tokens, {supervised} learnt")
+            typer.echo(marked(row, tokenizer, lambda text: _learnt(text, colour)))
+
+
+def _learnt(text: str, colour: bool) -> str:
+    return typer.style(text, fg=typer.colors.GREEN, bold=True) if colour else f"««{text}»»"
 
 
 def _report(summary: Summary) -> None:
     for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
+    if summary.resumed_at:
+        typer.echo(f"went on after {summary.resumed_at:,} input rows that an interrupted attempt had finished")
     typer.echo(summary.table())
     if mask := summary.mask_token:
         typer.echo(f"mask token {mask.id} {mask.text!r} ({mask.chosen_by})")

@@ -1,4 +1,8 @@
-"""`metrics.jsonl` and `events.jsonl`: one JSON object a line, complete as soon as the call returns.
+"""Logs of a run: one JSON object a line, complete as soon as the call returns.
+
+    metrics.jsonl   a row every few steps
+    events.jsonl    what happens seldom: starts, deaths, checkpoints, decisions
+    leases.jsonl    who computed which pack, and when: the newest of them
 
 Always valid JSON: a NaN or infinity becomes null, and its key is listed under "nonfinite". A write that fails
 (disk full) is reported once and leaves no half line behind; the run goes on, later rows are tried again.
@@ -12,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +30,7 @@ class JsonLines:
         self.path = Path(path)
         self._on_failure = on_failure
         self._failed = False
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._file = self._open()
         self._cut(_complete_size(self.path))
 
     def write(self, row: dict[str, Any]) -> None:
@@ -42,6 +47,9 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> FileIO:
+        return open(self.path, "ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +91,29 @@ class EventLog(JsonLines):
 
     def event(self, name: str, **fields: Any) -> None:
         self.write({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": name, **fields})
+
+
+class RollingLog(JsonLines):
+    """Keeps the newest rows: a full file becomes `NAME.1.jsonl` in place of the one before."""
+
+    def __init__(self, path: Path | str, file_bytes: int, on_failure: Callable[[str], None] = _log.warning) -> None:
+        super().__init__(path, on_failure)
+        self._file_bytes = file_bytes
+
+    @property
+    def older(self) -> Path:
+        return self.path.with_suffix(f".1{self.path.suffix}")
+
+    def write(self, row: dict[str, Any]) -> None:
+        super().write(row)
+        try:
+            if os.fstat(self._file.fileno()).st_size < self._file_bytes:
+                return
+            os.replace(self.path, self.older)
+            full, self._file = self._file, self._open()
+            full.close()
+        except (OSError, ValueError) as error:
+            self._report(f"{self.path}: cannot begin a new file: {error}")
 
 
 def _step(line: bytes) -> float:

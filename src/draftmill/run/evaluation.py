@@ -11,8 +11,8 @@ from draftmill.evaluate.report import EvaluationReport, evaluate
 from draftmill.evaluate.responses import OnProgress, Response
 from draftmill.run.drafters import FoundDrafter, find_drafter
 from draftmill.target.model import Target
-from draftmill.text.prompt_rows import prompt_rows
-from draftmill.text.refusals import Refused
+from draftmill.text.questions import read_questions
+from draftmill.text.refusals import Refused, RowProblem
 from draftmill.text.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,17 @@ def read_prompts(
     renderer = Renderer(target.tokenizer, template_options, stop_ids=target.stop_ids)
     prompts: list[list[int]] = []
     refused: dict[str, int] = {}
-    for row in prompt_rows(path):
+    for row in read_questions(path):
         if limit is not None and len(prompts) == limit:
             break
-        if isinstance(row, Refused):
-            refused[str(row.reason)] = refused.get(str(row.reason), 0) + 1
-            log.warning("%s", row)
-            continue
-        prompts.append(renderer.prompt_ids(row))
+        if not isinstance(row, Refused):
+            try:
+                prompts.append(renderer.prompt_ids(row))
+                continue
+            except RowProblem as problem:
+                row = problem.at(row.source)
+        refused[str(row.reason)] = refused.get(str(row.reason), 0) + 1
+        log.warning("%s", row)
     if not prompts:
         raise ValueError(f"{path} holds no usable prompt: {refused or 'the file is empty'}")
     return prompts, refused

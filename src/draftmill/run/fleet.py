@@ -16,8 +16,9 @@ from typing import Any
 from draftmill.config.schema import Config
 from draftmill.run.channel import PeerClosed
 from draftmill.run.process import WorkerProcess
-from draftmill.wire import Record, Stop
+from draftmill.wire import Record, Stop, WireError
 
+EXIT_SECONDS = 2.0  # from a worker's closed socket to its end
 Key = tuple[str, int]  # role, index
 
 
@@ -82,9 +83,19 @@ class Fleet:
                     worker.channel.flush()
                 for record, descriptors in worker.channel.pending():
                     yield worker, record, descriptors
+                    if worker.silent:  # expelled for it
+                        break
             except PeerClosed:
-                self._selector.unregister(worker.channel)
-                worker.silent = True
+                self._silence(worker)
+            except WireError as error:
+                self.expel(worker, f"sent what cannot be read: {error}")
+
+    def expel(self, worker: WorkerProcess, why: str) -> None:
+        """Hear nothing more of it; it counts as dead from now on."""
+        worker.failure = why
+        worker.kill()
+        if not worker.silent:
+            self._silence(worker)
 
     def ready(self, role: str) -> list[int]:
         """Indices of the role's workers that are past their start-up."""
@@ -103,7 +114,8 @@ class Fleet:
         dead = []
         for key, worker in list(self._workers.items()):
             if worker.silent:
-                worker.kill()  # its socket is closed: it has ended or is of no more use
+                worker.wait(EXIT_SECONDS)  # its socket is closed, so it is ending, by itself if it can
+                worker.kill()
                 self._remove(key)
                 dead.append(worker)
         return dead
@@ -143,6 +155,10 @@ class Fleet:
             worker.close()
         self._workers.clear()
         self._selector.close()
+
+    def _silence(self, worker: WorkerProcess) -> None:
+        self._selector.unregister(worker.channel)
+        worker.silent = True
 
     def _remove(self, key: Key) -> None:
         self._workers.pop(key).close()

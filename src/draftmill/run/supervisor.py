@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.observe.metrics import RollingLog
 from draftmill.run.actions import Assign, Deliver, Removed
 from draftmill.run.books import Books
 from draftmill.run.decisions import Decisions, Removal
 from draftmill.run.failure import RunFailed
+from draftmill.run.feeder import Feeder
 from draftmill.run.fleet import Fleet
 from draftmill.run.ledger import Ledger
 from draftmill.run.plan import RunPlan
@@ -52,6 +54,12 @@ from draftmill.wire import (
 from draftmill.wire import Deliver as DeliverRecord
 
 TICK_SECONDS = 0.2  # how late a silent deadline may be noticed
+LEASE_LOG_BYTES = 16 << 20  # twice this is kept: the newest 250,000 leases or so
+
+FromTarget = Filled | Rejected | DocumentDone | SlotsClosed
+FromDrafter = Freed | StepDone | MetricRow | CheckpointWritten | Finished
+FROM_TARGETS = (Filled, Rejected, DocumentDone, SlotsClosed)
+FROM_DRAFTERS = (Freed, StepDone, MetricRow, CheckpointWritten, Finished)
 
 
 class Supervisor:
@@ -68,6 +76,7 @@ class Supervisor:
         self.plan, self.books, self.stop_reason = plan, books, stop_reason
         self.pipeline = plan.config.pipeline
         self.decisions = Decisions(plan.config.run.dir / "decisions.jsonl")
+        self.leases = RollingLog(plan.config.run.dir / "leases.jsonl", LEASE_LOG_BYTES)
         self.fleet = Fleet(plan.config, books.report, command)
         self.layout = SlotLayout(
             self.pipeline.slots + SPARE, plan.config.data.pack_tokens, plan.spec.feature_size, plan.config.target.dtype
@@ -79,6 +88,7 @@ class Supervisor:
         self.deaths: dict[str, int] = {}  # worker -> how often it died
         self.been_ready: set[int] = set()  # targets that were ready once
         self.drafter_deaths = 0
+        self.clock = time.time() - time.monotonic()  # from this process's clock to the world's
         self.stopping: str | None = None  # why, once a stop is decided
         self.stop_step = plan.steps
         self.told: set[int] = set()  # drafters that know of the stop
@@ -94,8 +104,12 @@ class Supervisor:
                 self._turn()
             return self._agreed_end()
         finally:
+            self.feeder.close()
             self.fleet.end(self.pipeline.stop_seconds)
             self._close_memories()
+            self._remove_rendezvous()
+            remove_unfinished(self.books.folder.checkpoints)  # of a drafter that was told to leave after an error
+            self.leases.close()
 
     def _agreed_end(self) -> str:
         """All drafters must have ended alike, with the same weights bit for bit."""
@@ -112,8 +126,7 @@ class Supervisor:
         wait = TICK_SECONDS if deadline is None else max(0.0, min(TICK_SECONDS, deadline - now))
         for worker, record, descriptors in self.fleet.receive(wait):
             self._handle(worker, record, descriptors)
-        for worker in self.fleet.collect_dead():
-            self._died(worker)
+        self._bury(self.fleet.collect_dead())
         self.fleet.start_due()
         self._watch()
         if self.stopping is None and (reason := self.stop_reason()):
@@ -130,7 +143,6 @@ class Supervisor:
                 self.books.removed(removal)
                 self.books.report("documents_failed", **asdict(removal))
             elif isinstance(action, Assign):
-                self.books.report("leased", seq=action.lease.pack.seq, lease=action.lease.lease, target=action.target)
                 self.fleet.send("target", action.target, action.lease)
             else:
                 self._deliver(action)
@@ -141,24 +153,26 @@ class Supervisor:
             return  # filled ahead of a stop; a later start plans it again
         if action.pack is not None:
             self.books.delivered(action.pack)
-            if not self.outstanding[action.drafter]:
-                self.moved[action.drafter] = time.monotonic()
             self.outstanding[action.drafter] += 1
         self.delivered[action.drafter] += 1
+        self.moved = dict.fromkeys(self.delivered, time.monotonic())  # one may have waited for another's pack
         self.fleet.send("drafter", action.drafter, DeliverRecord(action.slot or 0, action.pack))
 
     # Records
 
     def _handle(self, worker: WorkerProcess, record: Record, descriptors: Sequence[int]) -> None:
-        now = time.monotonic()
         if isinstance(record, Phase):
             self._phase(worker, record.name)
         elif isinstance(record, Failed):
             worker.failure = record.error
-        elif worker.role == "target":
-            self._from_target(worker.index, record, now)
+        elif isinstance(record, SlotsOffered) and worker.role == "drafter" and len(descriptors) == 1:
+            self._offered(worker.index, descriptors[0])
+        elif worker.role == "target" and isinstance(record, FROM_TARGETS):
+            self._from_target(worker.index, record, time.monotonic())
+        elif worker.role == "drafter" and isinstance(record, FROM_DRAFTERS):
+            self._from_drafter(worker.index, record)
         else:
-            self._from_drafter(worker.index, record, descriptors)
+            self.fleet.expel(worker, f"sent {type(record).__name__} with {len(descriptors)} descriptors")
 
     def _phase(self, worker: WorkerProcess, phase: str) -> None:
         worker.enter(phase)
@@ -169,38 +183,47 @@ class Supervisor:
             self.been_ready.add(worker.index)
             self.planner.target_ready(worker.index)
 
-    def _from_target(self, target: int, record: Record, now: float) -> None:
-        if isinstance(record, Filled):
-            self.books.report("filled", lease=record.lease, target=target)
-            self.planner.filled(target, record.lease, now)
-        elif isinstance(record, Rejected):
-            self.planner.rejected(target, record.lease, record.documents, record.reason, now)
-        elif isinstance(record, DocumentDone):
+    def _from_target(self, target: int, record: FromTarget, now: float) -> None:
+        if isinstance(record, SlotsClosed):
+            return
+        if isinstance(record, DocumentDone):
             self.planner.document_done(target, record.lease, record.index)
-        elif not isinstance(record, SlotsClosed):
-            raise RunFailed(f"target {target} sent {type(record).__name__}, which targets never send")
-        if isinstance(record, Filled | Rejected) and target in self.stale and self.stale[target] == record.lease:
+            return
+        self._log_lease(target, record, now)
+        if isinstance(record, Filled):
+            self.planner.filled(target, record.lease, now)
+        else:
+            self.planner.rejected(target, record.lease, record.documents, record.reason, now)
+        if self.stale.get(target) == record.lease:
             del self.stale[target]  # work for the drafters before the restart is put away
             self.planner.target_ready(target)
 
-    def _from_drafter(self, drafter: int, record: Record, descriptors: Sequence[int]) -> None:
+    def _log_lease(self, target: int, answer: Filled | Rejected, now: float) -> None:
+        work = self.planner.lease_of(target)
+        if work is not None and work[0].lease == answer.lease:
+            times = {"leased": round(work[1] + self.clock, 4), "answered": round(now + self.clock, 4)}
+            outcome = "filled" if isinstance(answer, Filled) else answer.reason
+            self.leases.write(
+                {"lease": answer.lease, "seq": work[0].pack.seq, "target": target, **times, "outcome": outcome}
+            )
+
+    def _from_drafter(self, drafter: int, record: FromDrafter) -> None:
+        self.moved[drafter] = time.monotonic()
         if isinstance(record, Freed):
             self.planner.freed(drafter, record.seq, record.slot)
-            self.moved[drafter] = time.monotonic()
             self.outstanding[drafter] -= 1
         elif isinstance(record, StepDone | MetricRow):
             self.books.receive(record)
         elif isinstance(record, CheckpointWritten):
             self.books.seal(record.step, self.stream)
-        elif isinstance(record, SlotsOffered):
-            self.memories[drafter] = descriptors[0]
-            for target in self.fleet.ready("target"):
-                self._open_slots(target, drafter, self.memories[drafter])
-        elif isinstance(record, Finished):
+        else:
             self.finished[drafter] = record
             self.books.report("drafter_finished", drafter=drafter, step=record.step, digest=record.digest)
-        else:
-            raise RunFailed(f"drafter {drafter} sent {type(record).__name__}, which drafters never send")
+
+    def _offered(self, drafter: int, descriptor: int) -> None:
+        self.memories[drafter] = descriptor
+        for target in self.fleet.ready("target"):
+            self._open_slots(target, drafter, descriptor)
 
     def _open_slots(self, target: int, drafter: int, descriptor: int) -> None:
         self.fleet.send("target", target, OpenSlots(drafter, self.generation, self.layout.to_dict()), fds=(descriptor,))
@@ -215,12 +238,13 @@ class Supervisor:
         accumulation = self.plan.config.train.accumulation
         self.delivered = dict.fromkeys(range(self.pipeline.drafters), self.step * accumulation)  # micro-steps
         self.outstanding = dict.fromkeys(range(self.pipeline.drafters), 0)  # packs not yet freed
-        self.moved = dict.fromkeys(range(self.pipeline.drafters), time.monotonic())
+        self.moved = dict.fromkeys(range(self.pipeline.drafters), time.monotonic())  # when each last got on, or could
         first_seq = self.step * self.plan.packs_per_step
         for decision in self.decisions.since(first_seq):
             self.books.removed(decision)
+        self.feeder = Feeder(self._packs(first_seq), self.pipeline.drafters * self.pipeline.slots)
         self.planner = Planner(
-            self._packs(first_seq),
+            self.feeder,
             self.pipeline.drafters,
             self.pipeline.slots,
             removed=self.decisions.removed(first_seq),
@@ -236,8 +260,8 @@ class Supervisor:
                 yield next(self.stream)
 
     def _start_drafters(self) -> None:
+        self._remove_rendezvous()  # of drafters that were killed, or of a supervisor
         rendezvous = self.plan.config.run.dir / f"rendezvous-{self.generation}"
-        rendezvous.unlink(missing_ok=True)
         for rank in range(self.pipeline.drafters):
             options = {
                 "spec": self.plan.spec.to_dict(),
@@ -252,17 +276,23 @@ class Supervisor:
             }
             self.fleet.add("drafter", rank, options)
 
+    def _remove_rendezvous(self) -> None:
+        for file in self.plan.config.run.dir.glob("rendezvous-*"):
+            file.unlink(missing_ok=True)
+
     def _target_options(self) -> dict[str, Any]:
         return {"layer_ids": self.plan.spec.target_layer_ids, "threads": self.plan.threads}
 
     # Deaths
 
-    def _died(self, worker: WorkerProcess) -> None:
-        self.books.report("died", worker=worker.name, pid=worker.pid, how=worker.end())
-        if worker.role == "target":
-            self._target_died(worker)
-        elif worker.index not in self.finished:
-            self._drafter_died(worker)
+    def _bury(self, dead: Sequence[WorkerProcess]) -> None:
+        for worker in dead:
+            self.books.report("died", worker=worker.name, pid=worker.pid, how=worker.end())
+            if worker.role == "target":
+                self._target_died(worker)
+        drafters = [worker for worker in dead if worker.role == "drafter" and worker.index not in self.finished]
+        if drafters:  # one death: where a drafter ends, the others lose the exchange
+            self._drafter_died(next((worker for worker in drafters if worker.failure), drafters[0]))
 
     def _target_died(self, worker: WorkerProcess) -> None:
         self.stale.pop(worker.index, None)
@@ -287,6 +317,7 @@ class Supervisor:
             raise RunFailed(f"drafters died {self.drafter_deaths} times; the last one: {worker.end()}")
         self.fleet.kill("drafter")
         self.fleet.forget_planned("drafter")
+        self.feeder.close()
         self._close_memories()
         self.finished.clear()
         for target in self.fleet.ready("target"):
@@ -325,9 +356,17 @@ class Supervisor:
                 self.fleet.condemn(worker)
         for worker in self.fleet.workers("drafter"):
             waited = now - self.moved[worker.index]
-            if self.outstanding[worker.index] and waited > self.pipeline.step_timeout_seconds:
-                worker.failure = None  # killed, not failed: the drafters may start anew
+            if worker.ready and waited > self.pipeline.step_timeout_seconds and self._owes(worker.index):
                 self.fleet.condemn(worker)
+
+    def _owes(self, drafter: int) -> bool:
+        """It is not waiting for a pack, its own or another drafter's: nothing but itself can get it on."""
+        accumulation = self.plan.config.train.accumulation
+        least = min(self.delivered.values())
+        if self.outstanding[drafter] == 0:
+            return least == self.stop_step * accumulation and drafter not in self.finished
+        freed = self.delivered[drafter] - self.outstanding[drafter]
+        return least >= freed // accumulation * accumulation  # every step before its present one is complete
 
     def _begin_stop(self, reason: str) -> None:
         """The optimizer step that any drafter has begun is finished by all of them."""

@@ -38,6 +38,9 @@ def main(arguments: list[str]) -> int:
         _work(role, int(index), channel, Path(run_dir), json.loads(options))
     except PeerClosed:
         return 1  # the supervisor is gone, and with it everyone to tell
+    except ConnectionError as error:  # a peer is gone; the supervisor knows of it, and this worker has no fault
+        logging.getLogger("draftmill").warning("%s %s leaves: %s", role, index, error)
+        return 1
     except Exception as error:
         logging.getLogger("draftmill").exception("%s %s failed", role, index)
         with suppress(PeerClosed):

@@ -1,51 +1,31 @@
-"""JSONL bytes in, normalised conversations out.
+"""Raw rows in, normalised conversations out.
 
-Each line that is not blank gives exactly one `Conversation` or one `Refused`, in file order. At most
-one line, and never more than `max_line_bytes` of it, is in memory. Nothing is guessed: a role, a field
-or a content part outside the tables below refuses the row by name.
+`parse_row` is pure: a row that is not blank gives exactly one `Conversation`, `Tokenised` or `Refused`. Kinds of row:
+
+    {"messages": [{"role": ..., "content": ...}]}       OpenAI style, with tools, tool calls, reasoning_content
+    {"conversations": [{"from": ..., "value": ...}]}    ShareGPT style
+    {"prompt": "text"}                                  one user message, to be answered
+    {"input_ids": [...], "loss_mask": [...]}            tokenised already
+
+Nothing is guessed: a role, a field or a content part outside the tables refuses the row by name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+from draftmill.text.messages import CHATS, Message, check_fields, read_message, short
 from draftmill.text.refusals import DropReason, Refused, RowError, RowProblem, Source
+from draftmill.text.sources import MAX_LINE_BYTES, Raw, read_raw
 
-MAX_LINE_BYTES = 16 * 2**20
-
-# The role as written -> the role that the template sees. Exact spelling: "Assistant" is not a role.
-ROLES: dict[str, Literal["system", "user", "assistant"]] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-# Fields a chat template may read. Ignoring one would render other text than the target saw.
-UNSUPPORTED_ROW_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")
-UNSUPPORTED_MESSAGE_FIELDS = (
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "name",
-    "audio",
-)
+# Fields that a chat template or a server may read. Ignoring one would render other text than the target saw.
+UNSUPPORTED_ROW_FIELDS = ("functions", "documents", "function_call", "images", "audios", "videos")
 FINISHES = ("stop", "length")
-
-_BOM = b"\xef\xbb\xbf"
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_SKIP_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: Literal["system", "user", "assistant"]
-    content: str
+MASKS = ("loss_mask", "assistant_masks", "mask")  # names of a tokenised row's supervision
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +36,10 @@ class Conversation:
     """The tokens that the target generated for the last assistant message, its end token included."""
     finish: Literal["stop", "length"] | None = None
     """How that generation ended; length means it was cut and has no end of turn."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tool definitions, as the template takes them."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of this row (`chat_template_kwargs`), over those of the run."""
 
     @property
     def reply_turns(self) -> list[int]:
@@ -63,70 +47,60 @@ class Conversation:
         first_user = next((i for i, message in enumerate(self.messages) if message.role == "user"), len(self.messages))
         return [i for i, message in enumerate(self.messages) if i > first_user and message.role == "assistant"]
 
+    @property
+    def question(self) -> Conversation:
+        """What the target is to answer: without a last assistant message, which it writes anew."""
+        if self.messages[-1].role != "assistant":
+            return self
+        return replace(self, messages=self.messages[:-1], response_ids=None, finish=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A row that came as tokens."""
+
+    token_ids: tuple[int, ...]
+    supervised: tuple[bool, ...]  # of the same length
+    source: Source
+
 
 def read_conversations(
     path: str | Path, *, strict: bool = False, need_reply: bool = True, max_line_bytes: int = MAX_LINE_BYTES
-) -> Iterator[Conversation | Refused]:
-    """Rows of one file. `strict` raises `RowError` at the first bad row; `need_reply=False` admits prompts alone."""
-    with open(path, "rb") as file:
-        _refuse_compressed(file, path)
-        for source, line in _lines(file, str(path), max_line_bytes):
-            row = _read_row(source, line, need_reply, max_line_bytes)
-            if row is None:
-                continue
-            if strict and isinstance(row, Refused):
-                raise RowError(row)
-            yield row
-
-
-def _refuse_compressed(file: BinaryIO, path: str | Path) -> None:
-    head = file.read(4)
-    file.seek(0)
-    for magic, name in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise ValueError(f"{path} is {name}-compressed, which is not read: decompress it to plain JSONL first")
-
-
-def _lines(file: BinaryIO, name: str, limit: int) -> Iterator[tuple[Source, bytes | None]]:
-    """Lines without their ending; None stands for a line over `limit` bytes, of which the rest is skipped."""
-    number = offset = 0
-    while True:
-        line = file.readline(limit + 2)  # the ending, "\r\n" at most, is not counted
-        if not line:
-            return
-        number += 1
-        source = Source(name, number, offset)
-        offset += len(line)
-        ended = line.endswith(b"\n")
-        body = line.removesuffix(b"\n").removesuffix(b"\r")
-        if number == 1:
-            body = body.removeprefix(_BOM)
-        if len(body) <= limit and (ended or len(line) < limit + 2):
-            yield source, body
+) -> Iterator[Conversation | Tokenised | Refused]:
+    """Rows of one input. `strict` raises `RowError` at the first bad row; `need_reply=False` admits prompts alone."""
+    for raw in read_raw(path, max_line_bytes):
+        row = parse_row(raw, need_reply=need_reply, max_line_bytes=max_line_bytes)
+        if row is None:
             continue
-        while not ended:
-            rest = file.readline(_SKIP_BYTES)
-            offset += len(rest)
-            ended = rest.endswith(b"\n") or not rest
-        yield source, None
+        if strict and isinstance(row, Refused):
+            raise RowError(row)
+        yield row
 
 
-def _read_row(source: Source, line: bytes | None, need_reply: bool, limit: int) -> Conversation | Refused | None:
+def parse_row(
+    raw: Raw, *, need_reply: bool = True, max_line_bytes: int = MAX_LINE_BYTES
+) -> Conversation | Tokenised | Refused | None:
+    """None for a blank line."""
     try:
-        if line is None:
-            raise RowProblem(DropReason.LINE_TOO_LONG, f"over {limit:,} bytes")
-        if not line.strip():
+        if raw.damage is not None:
+            raise RowProblem(DropReason.FILE_DAMAGED, raw.damage)
+        if raw.payload is None:
+            raise RowProblem(DropReason.LINE_TOO_LONG, f"over {max_line_bytes:,} bytes")
+        if isinstance(raw.payload, dict):
+            return _row(raw.payload, raw.source, need_reply)
+        if not raw.payload.strip():
             return None
-        return _conversation(_parse(line), source, need_reply)
+        return _row(_parse(raw.payload, raw.source), raw.source, need_reply)
     except RowProblem as problem:
-        return problem.at(source)
+        return problem.at(raw.source)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes, source: Source) -> dict[str, Any]:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RowProblem(DropReason.UNDECODABLE, f"byte {error.start} of the line") from None
+        at = f"byte {error.start} of the line, byte {source.offset + error.start} of the file"
+        raise RowProblem(DropReason.UNDECODABLE, at) from None
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -143,7 +117,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise RowProblem(DropReason.DUPLICATE_KEY, _short(twice))
+        raise RowProblem(DropReason.DUPLICATE_KEY, short(twice))
     return result
 
 
@@ -151,19 +125,24 @@ def _no_constant(literal: str) -> NoReturn:
     raise RowProblem(DropReason.NAN_LITERAL, literal)
 
 
-def _conversation(record: dict[str, Any], source: Source, need_reply: bool) -> Conversation:
-    _refuse_fields(record, UNSUPPORTED_ROW_FIELDS)
-    listed = record.get("messages")
-    if not isinstance(listed, list) or not listed:
-        keys = ", ".join(_short(key) for key in list(record)[:5])
-        raise RowProblem(DropReason.NO_MESSAGES, f"the row's keys: {keys}" if "messages" not in record else "")
-    messages = tuple(_message(entry, i) for i, entry in enumerate(listed))
+def _row(record: dict[str, Any], source: Source, need_reply: bool) -> Conversation | Tokenised:
+    check_fields(record, UNSUPPORTED_ROW_FIELDS)
+    if record.get("input_ids") is not None:
+        return _tokenised(record, source)
+    messages = _messages(record)
     if not any(message.role == "user" for message in messages):
         raise RowProblem(DropReason.NO_USER_TURN)
     finish = record.get("finish")
     if finish is not None and finish not in FINISHES:
-        raise RowProblem(DropReason.UNKNOWN_FINISH, _short(finish))
-    conversation = Conversation(messages, source, _response_ids(record.get("response_ids")), finish)
+        raise RowProblem(DropReason.UNKNOWN_FINISH, short(finish))
+    conversation = Conversation(
+        messages,
+        source,
+        _response_ids(record.get("response_ids")),
+        finish,
+        _tools(record.get("tools")),
+        _template_options(record.get("chat_template_kwargs")),
+    )
     if need_reply and not conversation.reply_turns:
         raise RowProblem(DropReason.NO_ASSISTANT_TURN)
     if conversation.response_ids is not None and not conversation.reply_turns:
@@ -171,60 +150,61 @@ def _conversation(record: dict[str, Any], source: Source, need_reply: bool) -> C
     return conversation
 
 
-def _message(entry: Any, index: int) -> Message:
-    if not isinstance(entry, dict) or "role" not in entry:
-        raise RowProblem(DropReason.BAD_MESSAGE, f"message {index}")
-    role = ROLES.get(entry["role"]) if isinstance(entry["role"], str) else None
-    if role is None:
-        raise RowProblem(DropReason.UNKNOWN_ROLE, f"message {index}: {_short(entry['role'])}")
-    _refuse_fields(entry, UNSUPPORTED_MESSAGE_FIELDS)
-    content = entry.get("content")
-    if content is None and role == "assistant":
-        raise RowProblem(DropReason.EMPTY_ASSISTANT, f"message {index}")
-    text = _text(content, index)
-    if role == "assistant" and not text.strip():
-        raise RowProblem(DropReason.EMPTY_ASSISTANT, f"message {index}")
-    return Message(role, text)
+def _messages(record: dict[str, Any]) -> tuple[Message, ...]:
+    for key, chat in CHATS.items():
+        listed = record.get(key)
+        if listed is None:
+            continue
+        if not isinstance(listed, list) or not listed:
+            raise RowProblem(DropReason.NO_MESSAGES, f"{key} is {short(listed)}")
+        return tuple(read_message(entry, i, chat) for i, entry in enumerate(listed))
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and prompt.strip():
+        return (read_message({"role": "user", "content": prompt}, 0, CHATS["messages"]),)
+    if isinstance(prompt, list) and prompt:
+        return tuple(read_message(entry, i, CHATS["messages"]) for i, entry in enumerate(prompt))
+    raise RowProblem(DropReason.NO_MESSAGES, f"the row's keys: {', '.join(short(key) for key in list(record)[:5])}")
 
 
-def _refuse_fields(record: dict[str, Any], fields: tuple[str, ...]) -> None:
-    for field in fields:
-        if record.get(field):  # null and empty lists say nothing
-            raise RowProblem(DropReason.UNSUPPORTED_FIELD, field)
+def _tokenised(record: dict[str, Any], source: Source) -> Tokenised:
+    ids = _response_ids(record["input_ids"], DropReason.BAD_TOKENS)
+    named = [name for name in MASKS if record.get(name) is not None]
+    if len(named) != 1:
+        raise RowProblem(DropReason.BAD_TOKENS, f"{len(named)} of {', '.join(MASKS)} are given, one is needed")
+    mask = record[named[0]]
+    if not isinstance(mask, list) or len(mask) != len(ids or ()):
+        raise RowProblem(DropReason.BAD_TOKENS, f"{len(ids or ())} input_ids, {named[0]} does not have as many")
+    if any(type(value) not in (int, bool) or value not in (0, 1) for value in mask):
+        raise RowProblem(DropReason.BAD_TOKENS, f"{named[0]} holds other values than 0 and 1")
+    return Tokenised(ids or (), tuple(map(bool, mask)), source)
 
 
-def _text(content: Any, index: int) -> str:
-    if isinstance(content, list):
-        content = "".join(_part(part, index) for part in content)
-    if not isinstance(content, str):
-        raise RowProblem(DropReason.BAD_CONTENT, f"message {index}: {type(content).__name__}")
-    if not content.isascii():
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RowProblem(DropReason.UNDECODABLE, f"message {index} holds a lone surrogate") from None
-    return content
-
-
-def _part(part: Any, index: int) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RowProblem(DropReason.BAD_CONTENT, f"message {index}: a part is not an object with a type")
-    if part["type"] != "text":
-        raise RowProblem(DropReason.MEDIA_CONTENT, f"message {index}: {_short(part['type'])}")
-    if not isinstance(part.get("text"), str):
-        raise RowProblem(DropReason.BAD_CONTENT, f"message {index}: a text part without text")
-    return str(part["text"])
-
-
-def _response_ids(value: Any) -> tuple[int, ...] | None:
+def _response_ids(value: Any, reason: DropReason = DropReason.BAD_RESPONSE_IDS) -> tuple[int, ...] | None:
     if value is None:
         return None
     valid = isinstance(value, list) and value and all(type(item) is int and 0 <= item < 2**31 for item in value)
     if not valid:
-        raise RowProblem(DropReason.BAD_RESPONSE_IDS)
+        raise RowProblem(reason)
     return tuple(value)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """A list, or the text of one, as columnar files often have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise RowProblem(DropReason.BAD_TOOLS, "a text that is not JSON") from None
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowProblem(DropReason.BAD_TOOLS, short(value))
+    return tuple(value)
+
+
+def _template_options(value: Any) -> dict[str, Any]:
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise RowProblem(DropReason.BAD_TEMPLATE_OPTION, short(value))
+    return {name: option for name, option in value.items() if option is not None}

@@ -1,33 +1,29 @@
-"""A prepared dataset on disk: Arrow files of token rows, and a manifest that is written last.
+"""A prepared dataset on disk, read at random: Arrow streams of token rows, and a manifest.
 
     <folder>/rows-00000.arrow   token_ids list<int32>, spans list<int32> (start, end, ...), source int32, line int64
-    <folder>/manifest.json      what the rows are, for which target, and the size of every file
+    <folder>/rows-00001.arrow   rows added later (`draftmill prepare --append`)
+    <folder>/manifest.json      what the rows are, for which target, the size of every file, and earlier sizes
 
-Files are written into `<folder>.partial` and renamed once complete, so a folder is whole or absent.
-Reading maps the files into memory: its memory use does not depend on their size.
+A folder with a manifest is whole; `dataset_writer` makes it. Reading maps the files into memory: beyond a few bytes
+per row (lengths) its memory use does not depend on their size.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from draftmill.text.render import TokenRow
+from draftmill.text.block import RowBlock
 from draftmill.text.rows import RowCounts, count_rows
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
-
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
         ("spans", pa.list_(pa.int32())),
@@ -35,106 +31,6 @@ _SCHEMA = pa.schema(
         ("line", pa.int64()),
     ]
 )
-_BATCH_ROWS = 4096
-_BATCH_TOKENS = 4 * 2**20
-
-
-class DatasetWriter:
-    """Collects rows into `<folder>.partial`; `commit` writes the manifest and renames. Use as a context manager."""
-
-    def __init__(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        self.folder = Path(folder)
-        self.partial = _partial(self.folder)
-        if self.folder.exists() and not overwrite:
-            raise ValueError(f"{self.folder} exists already: choose another folder, or overwrite it")
-        if self.folder.exists() and not (self.folder / MANIFEST).exists():
-            raise ValueError(f"{self.folder} is not a prepared dataset, so it is not overwritten: remove it yourself")
-        self.rows = self.tokens = self.supervised_tokens = 0
-        self._digest = hashlib.sha256()
-        self._lock = self._take_partial()
-        self._file = self.partial / "rows-00000.arrow"
-        self._sink = pa.OSFile(str(self._file), "wb")
-        self._arrow = pa.ipc.new_file(self._sink, _SCHEMA)
-        self._clear_batch()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.partial.exists() and not self._sink.closed:  # not committed
-            self._close_file()
-            shutil.rmtree(self.partial)
-        self._lock.close()
-
-    def add(self, row: TokenRow, source: int, line: int) -> None:
-        spans = np.asarray(row.spans, dtype=np.int32).reshape(-1)
-        self._digest.update(np.array([len(row.token_ids), len(spans)], dtype=np.int64).tobytes())
-        self._digest.update(row.token_ids.tobytes())
-        self._digest.update(spans.tobytes())
-        self.rows += 1
-        self.tokens += len(row.token_ids)
-        self.supervised_tokens += int((spans[1::2] - spans[0::2]).sum())
-        for column, value in zip(self._batch, (row.token_ids, spans, source, line), strict=True):
-            column.append(value)
-        self._batch_tokens += len(row.token_ids)
-        if len(self._batch[0]) >= _BATCH_ROWS or self._batch_tokens >= _BATCH_TOKENS:
-            self._flush()
-
-    def commit(self, manifest: Mapping[str, Any]) -> None:
-        """Completes `manifest` with what the writer knows and makes the dataset appear under its name."""
-        self._flush()
-        self._close_file()
-        _sync(self._file)
-        whole = {
-            **manifest,
-            "schema_version": SCHEMA_VERSION,
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "fingerprint": self._digest.hexdigest(),
-            "files": {self._file.name: self._file.stat().st_size},
-        }
-        path = self.partial / MANIFEST
-        path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        _sync(path)
-        (self.partial / "lock").unlink()
-        _sync(self.partial)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.partial.rename(self.folder)
-        _sync(self.folder.parent)
-
-    def _take_partial(self) -> TextIO:
-        """Starts from an empty partial folder; a folder that another process is filling stays alone."""
-        self.partial.mkdir(parents=True, exist_ok=True)
-        lock = open(self.partial / "lock", "w")  # noqa: SIM115 - held until the dataset is complete
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ValueError(
-                f"another process is writing {self.folder}: wait for it, or choose another folder"
-            ) from None
-        for leftover in self.partial.iterdir():
-            if leftover.name != "lock":
-                leftover.unlink()
-        return lock
-
-    def _clear_batch(self) -> None:
-        self._batch: tuple[list[Any], ...] = ([], [], [], [])
-        self._batch_tokens = 0
-
-    def _flush(self) -> None:
-        if not self._batch[0]:
-            return
-        ids, spans, sources, lines = self._batch
-        columns = [_list_array(ids), _list_array(spans), pa.array(sources, pa.int32()), pa.array(lines, pa.int64())]
-        self._arrow.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-        self._clear_batch()
-
-    def _close_file(self) -> None:
-        self._arrow.close()
-        self._sink.close()
 
 
 class PreparedDataset:
@@ -161,8 +57,7 @@ class PreparedDataset:
             if actual != size:
                 state = "is missing" if actual is None else f"has {actual} bytes"
                 raise ValueError(f"{path} {state}, its manifest says {size} bytes: run `draftmill prepare` again")
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            batches += [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            batches += pa.ipc.open_stream(pa.memory_map(str(path)))
         dataset = cls(folder, manifest, batches)
         if len(dataset) != manifest["rows"]:
             raise ValueError(
@@ -177,6 +72,15 @@ class PreparedDataset:
     def fingerprint(self) -> str:
         """Hash of all token ids and spans in row order, whatever the batches and files."""
         return str(self.manifest["fingerprint"])
+
+    @property
+    def earlier(self) -> dict[int, str]:
+        """Sizes in rows that this dataset had before it grew, and its fingerprint at each."""
+        return {state["rows"]: state["fingerprint"] for state in self.manifest["earlier"]}
+
+    def blocks(self) -> Iterator[RowBlock]:
+        """All rows in order, in parts of some thousand rows, without a copy."""
+        return map(block_of, self._batches)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids int32 [T] (a read-only view of the file) and supervised bool [T]."""
@@ -232,10 +136,10 @@ class PreparedDataset:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
-        if _partial(folder).exists():
+        if partial_folder(folder).exists():
             raise ValueError(
-                f"{folder} is not complete: {_partial(folder)} is half-written, by a `draftmill prepare` that was "
-                "interrupted or still runs; wait for it or run it again"
+                f"{folder} is not complete: {partial_folder(folder)} is half-written, by a `draftmill prepare` that "
+                "was interrupted or still runs; wait for it, or give the same command again to go on"
             )
         what = (
             "has no manifest.json: it is half-written or no prepared dataset" if folder.exists() else "does not exist"
@@ -250,13 +154,21 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _partial(folder: Path) -> Path:
+def partial_folder(folder: Path) -> Path:
+    """Where a dataset is written until it is complete."""
     return folder.with_name(folder.name + ".partial")
 
 
-def _list_array(rows: list[np.ndarray]) -> pa.ListArray:
-    offsets = np.cumsum([0] + [len(row) for row in rows]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
+def block_of(batch: pa.RecordBatch) -> RowBlock:
+    (id_offsets, ids), (span_offsets, spans) = map(_list_views, (batch.column("token_ids"), batch.column("spans")))
+    return RowBlock(
+        ids[id_offsets[0] : id_offsets[-1]],
+        np.diff(id_offsets),
+        spans[span_offsets[0] : span_offsets[-1]],
+        np.diff(span_offsets),
+        batch.column("source").to_numpy(),
+        batch.column("line").to_numpy(),
+    )
 
 
 def _list_views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
@@ -267,11 +179,3 @@ def _list_views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 def _list_item(views: tuple[np.ndarray, np.ndarray], at: int) -> np.ndarray:
     offsets, values = views
     return values[offsets[at] : offsets[at + 1]]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

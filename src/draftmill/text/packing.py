@@ -178,10 +178,11 @@ class PackStream:
 
     def position_at(self, seq: int) -> dict[str, Any]:
         """The position whose next pack is `seq`, for any seq since this stream's start: what is not yet trained."""
-        if not min(self._first_seq.values()) <= seq <= self._seq:
+        starts = self._first_seq  # one reading of it: another thread may be taking packs
+        if not min(starts.values()) <= seq <= self._seq:
             raise ValueError(f"pack {seq} is not among those this stream has given out (next: {self._seq})")
-        epoch = max(epoch for epoch, first in self._first_seq.items() if first <= seq)
-        return {"epoch": epoch, "seq": seq, "epoch_first_seq": self._first_seq[epoch], "settings": dict(self.settings)}
+        epoch = max(epoch for epoch, first in starts.items() if first <= seq)
+        return {"epoch": epoch, "seq": seq, "epoch_first_seq": starts[epoch], "settings": dict(self.settings)}
 
     def packs_in_epoch(self, epoch: int) -> int:
         if epoch not in self._packs_in_epoch:
@@ -196,7 +197,7 @@ class PackStream:
         index = self._seq - self._first_seq[self._epoch]
         if index == len(plan):
             self._epoch += 1
-            self._first_seq[self._epoch] = self._seq
+            self._first_seq = {**self._first_seq, self._epoch: self._seq}
             plan, index = self._plan(self._epoch), 0
         pack = self._build(plan.pack(index))
         self._seq += 1

@@ -1,10 +1,9 @@
 """`draftmill prepare`: conversation files -> a prepared dataset, every input row accounted for.
 
-    read -> render -> fit -> write
+    read -> chunks -> parse, render, fit (worker processes) -> write, in input order
 
-Each stage is a generator of items in input order; a `Refused` passes through all later stages, so an
-input row ends exactly once: as kept, or dropped with one reason. Nothing appears under the output
-folder's name unless all of it is good.
+An input row ends exactly once: as kept, or dropped with one reason. Nothing appears under the output folder's name
+unless all of it is good. A killed run leaves its finished rows beside it, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -12,22 +11,27 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from draftmill.text.conversations import MAX_LINE_BYTES, Conversation, read_conversations
-from draftmill.text.dataset import DatasetWriter
+from draftmill.text.chunks import Chunk, Made, MakeRows, in_chunks
+from draftmill.text.conversations import MAX_LINE_BYTES
+from draftmill.text.dataset import PreparedDataset
+from draftmill.text.dataset_writer import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
 from draftmill.text.mask_token import MaskToken, choose_mask_token
-from draftmill.text.refusals import DropReason, Refused, RowError, Source
-from draftmill.text.render import Renderer, TokenRow, Turns
+from draftmill.text.pool import WorkerDied, ordered_map
+from draftmill.text.refusals import RowError
+from draftmill.text.render import Renderer, Turns
+from draftmill.text.sources import check_exists, is_dataset, read_raw, size_in_bytes
+from draftmill.text.summary import PrepareError, Progress, Summary
 
-EXAMPLES_PER_REASON = 3
-_PROGRESS_ROWS = 256
+_BYTES_PER_WORKER = 4 * 2**20  # starting a process costs as much as rendering some megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,72 +66,15 @@ class PrepareOptions:
     overwrite: bool = False
     """Replace an existing prepared dataset."""
 
+    append: bool = False
+    """Add the rows to an existing prepared dataset, after its own."""
+
     max_line_bytes: int = MAX_LINE_BYTES
     """Longest line that is read."""
 
-
-@dataclass(slots=True)
-class Summary:
-    """What became of every input row: rows_in == kept + the sum of `dropped`."""
-
-    rows_in: int = 0
-    kept: int = 0
-    dropped: Counter[DropReason] = field(default_factory=Counter)
-    examples: dict[DropReason, list[str]] = field(default_factory=dict)
-    rows_out: int = 0  # token rows written: several per conversation where turns do not extend one another
-    turns_dropped: int = 0  # rows without an anchor beside a kept row of the same conversation
-    truncated: int = 0  # written rows that max_length cut
-    tokens: int = 0
-    supervised_tokens: int = 0
-    mask_token: MaskToken | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def dropped_share(self) -> float:
-        return sum(self.dropped.values()) / self.rows_in if self.rows_in else 0.0
-
-    def drop(self, refused: Refused) -> None:
-        self.rows_in += 1
-        self.dropped[refused.reason] += 1
-        shown = self.examples.setdefault(refused.reason, [])
-        if len(shown) < EXAMPLES_PER_REASON:
-            shown.append(f"{refused.source}" + (f" ({refused.detail})" if refused.detail else ""))
-
-    def table(self) -> str:
-        lines = [f"{self.rows_in:>10,}  input rows", f"{self.kept:>10,}  kept"]
-        for reason, count in self.dropped.most_common():
-            lines.append(f"{count:>10,}  {reason}: {reason.explanation}; first: {', '.join(self.examples[reason])}")
-        lines.append(
-            f"{self.rows_out:>10,}  rows written with {self.tokens:,} tokens, {self.supervised_tokens:,} supervised; "
-            f"{self.truncated:,} cut, {self.turns_dropped:,} further turns without an anchor"
-        )
-        return "\n".join(lines)
-
-
-class PrepareError(ValueError):
-    """The data were read, but are not good enough. The message holds the summary; nothing was written."""
-
-    def __init__(self, problem: str, summary: Summary) -> None:
-        super().__init__(f"{summary.table()}\n{problem}")
-        self.summary = summary
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A kept conversation on its way to the dataset."""
-
-    source: Source
-    rows: list[TokenRow]
-    truncated: int = 0
-    turns_dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    done_bytes: int
-    total_bytes: int
-    kept: int
-    dropped: int
+    workers: int | None = None
+    """Processes that render; 1 is this process alone. None: one per core, fewer for small input. The dataset is the
+    same, byte by byte, whatever their number."""
 
 
 def _check_made_with(source: Path, options: PrepareOptions) -> None:
@@ -150,119 +97,67 @@ def prepare(
     options: PrepareOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Writes the dataset and returns the account of it; raises `PrepareError` with the account, or `RowError`."""
-    sizes = _check_sources(sources)
-    for source in sources:
-        _check_made_with(Path(source), options)
+    """Writes the dataset and returns the account of it.
+
+    Raises `PrepareError` with the account, `RowError` in strict mode, `WorkerDied` if a worker process was killed.
+    """
+    names = [str(path) for path in sources]
+    sizes = _check_sources(names)
+    for name in names:
+        _check_made_with(Path(name), options)
     renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
-    _mask_token(tokenizer, options, None)  # a missing mask token ends here, before the data are read
-    occurrences = np.zeros(max(len(tokenizer), options.vocab_size or 0), dtype=np.int64)
-    summary = Summary()
-    with DatasetWriter(folder, overwrite=options.overwrite) as writer:
-        items = fit_rows(render_rows(read_sources(sources, options), renderer), options.max_length)
-        for item in _with_progress(items, sources, sizes, summary, progress):
-            if isinstance(item, Refused):
-                if options.strict:
-                    raise RowError(item)
-                summary.drop(item)
-                continue
-            summary.rows_in += 1
-            summary.kept += 1
-            summary.truncated += item.truncated
-            summary.turns_dropped += item.turns_dropped
-            for row in item.rows:
-                writer.add(row, sources_index(sources, item.source), item.source.line)
-                occurrences += np.bincount(row.token_ids, minlength=len(occurrences))
-        summary.rows_out, summary.tokens = writer.rows, writer.tokens
-        summary.supervised_tokens = writer.supervised_tokens
-        _check_share(summary, options)
-        summary.mask_token = _mask_token(tokenizer, options, occurrences)
-        if summary.mask_token.warning:
-            summary.warnings.append(summary.mask_token.warning)
-        writer.commit(_manifest(sources, sizes, tokenizer, options, summary))
+    begun_with = _begun_with(names, tokenizer, options)
+    _mask_token(tokenizer, options, None, None)  # a missing mask token ends here, before the data are read
+    with DatasetWriter(folder, begun_with, overwrite=options.overwrite, append=options.append) as writer:
+        if writer.base:
+            _check_base(writer.base, begun_with, names)
+        summary = Summary.restored(writer.state)
+        if writer.afresh:
+            summary.warnings.append(f"an interrupted attempt is not continued: {writer.afresh}")
+        first = len(writer.base.manifest["sources"]) if writer.base else 0
+        work = MakeRows(renderer, options.max_length, options.max_line_bytes, names, first)
+        for made in _made(work, names, sizes, summary.raws, options):
+            if options.strict and made.refused:
+                raise RowError(made.refused[0])
+            summary.enter(made)
+            writer.add(made.block)
+            if writer.due:
+                writer.checkpoint(summary.state())
+            if progress:
+                done = sum(sizes[: names.index(made.last.file)]) + made.last.offset
+                progress(Progress(done, sum(sizes), summary.kept, sum(summary.dropped.values())))
+        writer.checkpoint(summary.state())
+        _finish(writer, names, sizes, tokenizer, options, summary)
+    if progress:
+        progress(Progress(sum(sizes), sum(sizes), summary.kept, sum(summary.dropped.values())))
     return summary
 
 
-def read_sources(sources: Iterable[str | Path], options: PrepareOptions) -> Iterator[Conversation | Refused]:
-    for path in sources:
-        yield from read_conversations(path, max_line_bytes=options.max_line_bytes)
+def _made(
+    work: MakeRows, names: Sequence[str], sizes: Sequence[int], done: int, options: PrepareOptions
+) -> Iterator[Made]:
+    """What became of the input after its first `done` rows, chunk by chunk."""
+    raws = chain.from_iterable(read_raw(name, options.max_line_bytes) for name in names)
+    chunks = in_chunks(islice(raws, done, None))
+    workers = options.workers or min(len(os.sched_getaffinity(0)), 1 + sum(sizes) // _BYTES_PER_WORKER)
+    try:
+        yield from ordered_map(work, chunks, workers, Chunk.__str__)
+    except WorkerDied as death:
+        raise WorkerDied(f"{death}. What was finished before is kept: give the same command again to go on") from None
 
 
-def render_rows(items: Iterable[Conversation | Refused], renderer: Renderer) -> Iterator[Rendered | Refused]:
-    for item in items:
-        if isinstance(item, Refused):
-            yield item
-            continue
-        rows = renderer.render(item)
-        yield rows if isinstance(rows, Refused) else Rendered(item.source, rows)
-
-
-def fit_rows(items: Iterable[Rendered | Refused], max_length: int | None) -> Iterator[Rendered | Refused]:
-    """Cuts rows to `max_length` and drops those that no anchor fits in."""
-    for item in items:
-        if isinstance(item, Refused):
-            yield item
-            continue
-        fitted = [(row, row.truncated(max_length)) for row in item.rows]
-        usable = [(row, cut) for row, cut in fitted if cut.eligible]
-        if not usable:
-            cut_away = any(row.eligible for row in item.rows)
-            reason = DropReason.TRUNCATED_AWAY if cut_away else DropReason.NO_ANCHOR
-            yield Refused(reason, item.source, f"max_length {max_length}" if cut_away else "")
-            continue
-        yield Rendered(
-            item.source,
-            [cut for _, cut in usable],
-            truncated=sum(len(cut.token_ids) < len(row.token_ids) for row, cut in usable),
-            turns_dropped=len(item.rows) - len(usable),
-        )
-
-
-def sources_index(sources: Sequence[str | Path], source: Source) -> int:
-    return next(i for i, path in enumerate(sources) if str(path) == source.file)
-
-
-def _check_sources(sources: Sequence[str | Path]) -> list[int]:
-    if not sources:
-        raise ValueError("no input files: name at least one JSONL file")
-    names = [str(path) for path in sources]
-    for path in names:
-        if names.count(path) > 1:
-            raise ValueError(f"input file {path} is named twice: its rows would count double")
-        if not os.path.isfile(path):
-            raise ValueError(f"input file {path} does not exist or is not a file")
-    return [os.path.getsize(path) for path in names]
-
-
-def _with_progress(
-    items: Iterable[Rendered | Refused],
-    sources: Sequence[str | Path],
-    sizes: list[int],
+def _finish(
+    writer: DatasetWriter,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    tokenizer: Any,
+    options: PrepareOptions,
     summary: Summary,
-    progress: Callable[[Progress], None] | None,
-) -> Iterator[Rendered | Refused]:
-    """Reports every few rows and once at the end."""
-    total = sum(sizes)
-    for number, item in enumerate(items):
-        if progress and number % _PROGRESS_ROWS == 0:
-            done = sum(sizes[: sources_index(sources, item.source)]) + item.source.offset
-            progress(Progress(done, total, summary.kept, sum(summary.dropped.values())))
-        yield item
-    if progress:
-        progress(Progress(total, total, summary.kept, sum(summary.dropped.values())))
-
-
-def _mask_token(tokenizer: Any, options: PrepareOptions, occurrences: np.ndarray | None) -> MaskToken:
-    return choose_mask_token(
-        tokenizer,
-        occurrences,
-        explicit=options.mask_token_id,
-        stop_ids=options.stop_ids,
-        vocab_size=options.vocab_size,
-    )
-
-
-def _check_share(summary: Summary, options: PrepareOptions) -> None:
+) -> None:
+    base = writer.base
+    summary.rows_out = writer.rows - (len(base) if base else 0)
+    summary.tokens = writer.tokens - (base.manifest["tokens"] if base else 0)
+    summary.supervised_tokens = writer.supervised_tokens - (base.manifest["supervised_tokens"] if base else 0)
     if summary.kept == 0:
         raise PrepareError("no row is left to train on: nothing was written", summary)
     if summary.dropped_share > options.max_dropped_share:
@@ -271,31 +166,101 @@ def _check_share(summary: Summary, options: PrepareOptions) -> None:
             f"{options.max_dropped_share:.1%}: repair the data, or raise the limit (`--max-dropped-share`)",
             summary,
         )
+    mask = _mask_token(tokenizer, options, writer.occurrences, base)
+    summary.mask_token = mask
+    if mask.warning:
+        summary.warnings.append(mask.warning)
+    writer.commit(_manifest(names, sizes, tokenizer, options, summary, mask, base))
 
 
-def _manifest(
-    sources: Sequence[str | Path], sizes: list[int], tokenizer: Any, options: PrepareOptions, summary: Summary
-) -> dict[str, Any]:
-    assert summary.mask_token is not None
-    mask = summary.mask_token
+def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
+    """All that the rows depend on: what an interrupted attempt, or the dataset to append to, must share."""
+    stats = [None if is_dataset(name) else os.stat(name) for name in names]
+    return {
+        **_settings(tokenizer, options),
+        "input files": [
+            [name, *((stat.st_size, stat.st_mtime_ns) if stat else ())] for name, stat in zip(names, stats, strict=True)
+        ],
+        "max_line_bytes": options.max_line_bytes,
+    }
+
+
+def _settings(tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
     return {
         "target": {"config_hash": options.config_hash, **tokenizer_identity(tokenizer)},
         "template_options": dict(options.template_options),
         "turns": options.turns,
         "max_length": options.max_length,
         "stop_ids": sorted(int(i) for i in options.stop_ids),
-        "mask_token": {
-            "id": mask.id,
-            "text": mask.text,
-            "chosen_by": str(mask.chosen_by),
-            "occurrences": mask.occurrences,
-        },
-        "sources": [{"path": str(path), "bytes": size} for path, size in zip(sources, sizes, strict=True)],
-        "counts": {
-            "rows_in": summary.rows_in,
-            "kept": summary.kept,
-            "dropped": {str(reason): count for reason, count in sorted(summary.dropped.items())},
-            "turns_dropped": summary.turns_dropped,
-            "truncated": summary.truncated,
-        },
+    }
+
+
+def _check_base(base: PreparedDataset, begun_with: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in ("target", "template_options", "turns", "max_length", "stop_ids"):
+        if base.manifest[name] != begun_with[name]:
+            raise ValueError(
+                f"{base.folder} was prepared with {name} {base.manifest[name]}, but these rows have "
+                f"{begun_with[name]}: append with the same, or prepare another dataset"
+            )
+    known = {source["path"] for source in base.manifest["sources"]}
+    for name in names:
+        if name in known:
+            raise ValueError(
+                f"{base.folder} holds the rows of {name} already, they would count double: put new rows into a file "
+                "of their own"
+            )
+
+
+def _check_sources(names: Sequence[str]) -> list[int]:
+    """Sizes in bytes."""
+    if not names:
+        raise ValueError("no input files: name at least one")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"input file {name} is named twice: its rows would count double")
+        check_exists(name)
+    return [size_in_bytes(name) for name in names]
+
+
+def _mask_token(
+    tokenizer: Any, options: PrepareOptions, occurrences: np.ndarray | None, base: PreparedDataset | None
+) -> MaskToken:
+    """The dataset's own where rows are added to one: drafters may have been trained with it."""
+    explicit = options.mask_token_id
+    if base:
+        explicit = base.manifest["mask_token"]["id"]
+        if options.mask_token_id not in (None, explicit):
+            raise ValueError(
+                f"{base.folder} has mask token {explicit}, but mask_token_id is {options.mask_token_id}: leave it out"
+            )
+    return choose_mask_token(
+        tokenizer, occurrences, explicit=explicit, stop_ids=options.stop_ids, vocab_size=options.vocab_size
+    )
+
+
+def _manifest(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    tokenizer: Any,
+    options: PrepareOptions,
+    summary: Summary,
+    mask: MaskToken,
+    base: PreparedDataset | None,
+) -> dict[str, Any]:
+    sources = [{"path": name, "bytes": size} for name, size in zip(names, sizes, strict=True)]
+    counts = summary.state()
+    del counts["examples"], counts["raws"]
+    chosen_by = str(mask.chosen_by)
+    if base:
+        before = base.manifest
+        sources = before["sources"] + sources
+        dropped = Counter(before["counts"]["dropped"]) + Counter(counts.pop("dropped"))
+        counts = {name: count + before["counts"][name] for name, count in counts.items()}
+        counts["dropped"] = dict(sorted(dropped.items()))
+        chosen_by = before["mask_token"]["chosen_by"]
+    return {
+        **_settings(tokenizer, options),
+        "mask_token": {"id": mask.id, "text": mask.text, "chosen_by": chosen_by, "occurrences": mask.occurrences},
+        "sources": sources,
+        "counts": counts,
     }

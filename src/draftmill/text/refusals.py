@@ -11,6 +11,7 @@ from enum import StrEnum
 
 class DropReason(StrEnum):
     LINE_TOO_LONG = "line_too_long"
+    FILE_DAMAGED = "file_damaged"
     UNDECODABLE = "undecodable"
     MALFORMED_JSON = "malformed_json"
     NAN_LITERAL = "nan_literal"
@@ -22,6 +23,10 @@ class DropReason(StrEnum):
     UNSUPPORTED_FIELD = "unsupported_field"
     MEDIA_CONTENT = "media_content"
     BAD_CONTENT = "bad_content"
+    BAD_TOOL_CALL = "bad_tool_call"
+    BAD_TOOLS = "bad_tools"
+    BAD_TEMPLATE_OPTION = "bad_template_option"
+    BAD_TOKENS = "bad_tokens"
     EMPTY_ASSISTANT = "empty_assistant"
     NO_USER_TURN = "no_user_turn"
     NO_ASSISTANT_TURN = "no_assistant_turn"
@@ -43,18 +48,23 @@ class DropReason(StrEnum):
 
 _EXPLANATIONS = {
     DropReason.LINE_TOO_LONG: "the line is longer than the limit and was skipped unread",
+    DropReason.FILE_DAMAGED: "the compressed file breaks off here; what follows cannot be read",
     DropReason.UNDECODABLE: "the bytes are not UTF-8, or the text holds a lone surrogate",
     DropReason.MALFORMED_JSON: "the line is not one JSON value",
     DropReason.NAN_LITERAL: "the line holds NaN or Infinity, which JSON does not have",
     DropReason.DUPLICATE_KEY: "an object names the same key twice, so its meaning is open",
     DropReason.NOT_AN_OBJECT: "the line is JSON, but not an object",
-    DropReason.NO_MESSAGES: "there is no non-empty list under `messages`",
+    DropReason.NO_MESSAGES: "neither a list under `messages` or `conversations`, nor a `prompt`, nor `input_ids`",
     DropReason.BAD_MESSAGE: "a message is not an object with a role",
-    DropReason.UNKNOWN_ROLE: "a role is not system, user or assistant; roles are never guessed",
-    DropReason.UNSUPPORTED_FIELD: "the row uses tools or reasoning fields that would change the rendering",
+    DropReason.UNKNOWN_ROLE: "a role is not in the table of roles; roles are never guessed",
+    DropReason.UNSUPPORTED_FIELD: "the row uses a field that would change the rendering and is not supported",
     DropReason.MEDIA_CONTENT: "a message holds an image, audio or another part that is not text",
     DropReason.BAD_CONTENT: "content is neither a string nor a list of text parts",
-    DropReason.EMPTY_ASSISTANT: "an assistant message has no text",
+    DropReason.BAD_TOOL_CALL: "a tool call lacks a name, or its arguments are not a JSON object",
+    DropReason.BAD_TOOLS: "`tools` is not a list of objects",
+    DropReason.BAD_TEMPLATE_OPTION: "`chat_template_kwargs` names what the chat template does not read",
+    DropReason.BAD_TOKENS: "`input_ids` and its mask do not fit each other or the vocabulary",
+    DropReason.EMPTY_ASSISTANT: "an assistant message has neither text nor tool calls",
     DropReason.NO_USER_TURN: "no user message",
     DropReason.NO_ASSISTANT_TURN: "no assistant message after a user message, so nothing to learn from",
     DropReason.BAD_RESPONSE_IDS: "`response_ids` is not a list of token ids of the last assistant message",

@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftmill.text.conversations import Conversation
-from draftmill.text.refusals import DropReason, Refused, RowProblem
+from draftmill.text.conversations import Conversation, Tokenised
+from draftmill.text.messages import Message
+from draftmill.text.refusals import DropReason, Refused, RowProblem, Source
+from draftmill.text.rows import spans_of
 
 Turns = Literal["all", "last"]
 
@@ -86,17 +88,27 @@ class Renderer:
         self.turns = turns
         self._check()
 
-    def render(self, conversation: Conversation) -> list[TokenRow] | Refused:
-        """One row where the turns extend one another, otherwise one row per turn, each as it was generated."""
+    def render(self, conversation: Conversation | Tokenised) -> list[TokenRow] | Refused:
+        """One row where the turns extend one another, otherwise one row per turn, each as it was generated.
+
+        A tokenised row is itself, if its ids are the target's.
+        """
         try:
+            if isinstance(conversation, Tokenised):
+                return [self._tokenised(conversation)]
             return self._rows(conversation)
         except RowProblem as problem:
             return problem.at(conversation.source)
 
     def prompt_ids(self, conversation: Conversation, turn: int | None = None) -> list[int]:
         """What the target reads before it writes message `turn` (None: the message after the last)."""
-        messages = _plain(conversation)
-        return self._encode(self._text(messages[:turn], generate=True))[0]
+        return self._encode(self._text(conversation, turn, generate=True))[0]
+
+    def _tokenised(self, row: Tokenised) -> TokenRow:
+        if max(row.token_ids) >= len(self.tokenizer):
+            raise RowProblem(DropReason.BAD_TOKENS, f"token {max(row.token_ids)}, vocabulary {len(self.tokenizer)}")
+        spans = spans_of(np.array(row.supervised)).reshape(-1, 2)
+        return TokenRow(np.array(row.token_ids, dtype=np.int32), tuple((int(start), int(end)) for start, end in spans))
 
     def _check(self) -> None:
         if self.turns not in ("all", "last"):
@@ -108,18 +120,27 @@ class Renderer:
         template = self.tokenizer.chat_template
         if not template:
             raise ValueError("the target's tokenizer has no chat template: use an instruction-tuned target")
-        text = template if isinstance(template, str) else " ".join(template.values())
+        self._template_text = template if isinstance(template, str) else " ".join(template.values())
         for name in self.options:
-            if name in _OWN_OPTIONS:
-                raise ValueError(f"template option {name} is reserved: remove it from the template options")
-            if not re.search(rf"\b{re.escape(name)}\b", text):
-                raise ValueError(f"template option {name} is not read by the target's chat template: remove it")
+            if problem := self._option_problem(name):
+                raise ValueError(f"template option {name} {problem}: remove it from the template options")
+        hello = Conversation((Message("user", "Hello"),), Source("", 0, 0))
         try:
-            self._text([{"role": "user", "content": "Hello"}], generate=True)
+            self._text(hello, None, generate=True)
         except RowProblem as problem:
             raise ValueError(f"the target's chat template fails on a plain user message: {problem.detail}") from None
 
+    def _option_problem(self, name: str) -> str | None:
+        if name in _OWN_OPTIONS:
+            return "is reserved"
+        if not re.search(rf"\b{re.escape(name)}\b", self._template_text):
+            return "is not read by the target's chat template"
+        return None
+
     def _rows(self, conversation: Conversation) -> list[TokenRow]:
+        for name in conversation.template_options:
+            if problem := self._option_problem(name):
+                raise RowProblem(DropReason.BAD_TEMPLATE_OPTION, f"{name} {problem}")
         replies = conversation.reply_turns
         if not replies:
             raise RowProblem(DropReason.NO_ASSISTANT_TURN)
@@ -131,13 +152,12 @@ class Renderer:
         return [_row(turn.ids, [(turn.start, len(turn.ids))]) for turn in turns]
 
     def _turn(self, conversation: Conversation, index: int, last: bool) -> _Turn:
-        messages = _plain(conversation)
-        prompt_text = self._text(messages[:index], generate=True)
+        message = conversation.messages[index]
+        prompt_text = self._text(conversation, index, generate=True)
         prompt, _ = self._encode(prompt_text)
-        content = messages[index]["content"]
         if last and conversation.response_ids is not None:
-            return _Turn(prompt + self._generated(conversation, content), len(prompt))
-        complete_text = self._text(messages[: index + 1], generate=False)
+            return _Turn(prompt + self._generated(conversation, message), len(prompt))
+        complete_text = self._text(conversation, index + 1, generate=False)
         if not complete_text.startswith(prompt_text):
             raise RowProblem(DropReason.PROMPT_NOT_EXTENDED, f"message {index}")
         ids, offsets = self._encode(complete_text)
@@ -147,20 +167,23 @@ class Renderer:
         stops = [i for i in range(start, len(ids)) if ids[i] in self.stop_ids]
         if not stops:
             raise RowProblem(DropReason.NO_END_OF_TURN, f"message {index}")
-        begin, end = _content_borders(complete_text, len(prompt_text), offsets[stops[-1]][0], content, index)
+        begin, end = _reply_borders(complete_text, len(prompt_text), offsets[stops[-1]][0], message, index)
         if begin > len(prompt_text):
             start = _first_token_at(offsets, begin, start, index)
         stop = next((i for i in stops if offsets[i][0] >= end), None)  # a stop token before is the reply's own text
         if stop is None:
             raise RowProblem(DropReason.NO_END_OF_TURN, f"message {index}")
-        if complete_text[end : offsets[stop][0]].strip():
+        if "tool_calls" not in message.extra and complete_text[end : offsets[stop][0]].strip():
             raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}: the template adds text after the reply")
         if last and conversation.finish == "length":  # the end of turn is the template's, not the target's
             return _Turn(ids[:stop], start)
         return _Turn(ids[: stop + 1], start)
 
-    def _generated(self, conversation: Conversation, content: str) -> list[int]:
+    def _generated(self, conversation: Conversation, message: Message) -> list[int]:
         """The response ids, after a check that they say what the message says."""
+        if message.extra:
+            names = ", ".join(message.extra)
+            raise RowProblem(DropReason.BAD_RESPONSE_IDS, f"beside {names}: give the response's text as content")
         ids = list(conversation.response_ids or ())
         if max(ids) >= len(self.tokenizer):
             raise RowProblem(DropReason.BAD_RESPONSE_IDS, f"token {max(ids)}, vocabulary {len(self.tokenizer)}")
@@ -171,14 +194,18 @@ class Renderer:
         if not self.stop_ids.isdisjoint(body):
             raise RowProblem(DropReason.RESPONSE_IDS_DIFFER, "a stop token before the end")
         text = self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if text.strip() != content.strip():
+        if text.strip() != message.content.strip():
             raise RowProblem(DropReason.RESPONSE_IDS_DIFFER)
         return ids
 
-    def _text(self, messages: list[dict[str, str]], generate: bool) -> str:
+    def _text(self, conversation: Conversation, end: int | None, generate: bool) -> str:
+        """The messages before `end`, rendered."""
+        messages = [message.plain for message in conversation.messages[:end]]
+        options = {**self.options, **conversation.template_options}
+        tools = list(conversation.tools) or None
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate, **self.options
+                messages, tools=tools, tokenize=False, add_generation_prompt=generate, **options
             )
             return str(text)
         except Exception as error:  # a template is a program by others: any error it raises is its refusal
@@ -190,28 +217,37 @@ class Renderer:
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
-def _plain(conversation: Conversation) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in conversation.messages]
-
-
-def _content_borders(text: str, begin: int, last_stop: int, content: str, index: int) -> tuple[int, int]:
+def _reply_borders(text: str, begin: int, last_stop: int, message: Message, index: int) -> tuple[int, int]:
     """Characters [supervision starts, reply's text ends) of `text`, whose reply starts at `begin`.
 
-    The template must reproduce the content, outer whitespace aside. An empty think block before it that is
-    not in the content is the template's own and stays unsupervised; any other header there (a channel name,
-    a leading space) is what the target itself generates.
+    The template must reproduce reasoning, content and tool calls, in this order, outer whitespace aside. An empty think
+    block at the start that is not in the content is the template's own and stays unsupervised; any other header there
+    (a channel name, a leading space) is what the target itself generates.
     """
-    reply, core = text[begin:], content.strip()
-    for written in (content, core):
-        if reply.startswith(written):
-            return begin, begin + len(written)
-    think = _EMPTY_THINK.match(reply)
-    if think and reply.startswith(core, think.end()):
-        return begin + think.end(), begin + think.end() + len(core)
-    found = text.rfind(core, begin, last_stop)
+    start = at = begin
+    core = message.content.strip()
+    think = _EMPTY_THINK.match(text, begin)
+    if think and not core.startswith(think.group().strip()):
+        start = at = think.end()
+    reasoning = str(message.extra.get("reasoning_content", "")).strip()
+    found = text.find(reasoning, at, last_stop)
+    at = found + len(reasoning)
+    for written in (message.content, core):
+        if found >= 0 and text.startswith(written, at):
+            at += len(written)
+            break
+    else:  # behind a header, which may hold a short content's letters by chance; tool calls follow, and may too
+        search = text.find if "tool_calls" in message.extra else text.rfind
+        found = search(core, at, last_stop) if found >= 0 else -1
+        at = found + len(core)
     if found < 0:
         raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}")
-    return begin, found + len(core)
+    for call in message.extra.get("tool_calls", ()):
+        found = text.find(call["function"]["name"], at)
+        if found < 0:
+            raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}: tool call {call['function']['name']}")
+        at = found + len(call["function"]["name"])
+    return start, at
 
 
 def _first_token_at(offsets: list[tuple[int, int]], character: int, start: int, index: int) -> int:

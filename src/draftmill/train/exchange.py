@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class ExchangeLost(ConnectionError):
+    """Another drafter is gone. No fault of this one."""
+
+
 class Gloo:
     """`train.gradients.Exchange` of `world` processes that meet at the file `rendezvous`, new for every meeting."""
 
@@ -20,4 +24,8 @@ class Gloo:
         )
 
     def sum(self, flat: Tensor) -> None:
-        dist.all_reduce(flat)
+        """Waits for all; raises ExchangeLost where one of them has ended, or does not come within the time limit."""
+        try:
+            dist.all_reduce(flat)
+        except RuntimeError as error:  # gloo's connections and time limits have no class of their own
+            raise ExchangeLost(f"the exchange with the other drafters broke: {error}") from error
