@@ -15,7 +15,7 @@ from draftmill.target.regenerate import RegenerateReport
 from draftmill.target.regenerate import regenerate as regenerate_with
 from draftmill.text.conversations import read_conversations
 from draftmill.text.render import Renderer
-from tiny_models import EOS, tiny_llama, tiny_tokenizer
+from tiny_models import CHAT_TEMPLATE, EOS, tiny_llama, tiny_tokenizer
 
 OPTIONS = {"max_new_tokens": 6}
 BATCH_SIZE = 3
@@ -88,6 +88,38 @@ def test_only_the_last_assistant_message_is_written_anew(target, tmp_path):
     assert first["messages"][:-1] == second["messages"][:-1] == history
     assert first["messages"][-1] == second["messages"][-1] != assistant("old")
     assert "kept é".encode() in out.read_bytes()
+
+
+def test_what_else_a_row_was_rendered_with_stays_beside_its_answer(target, tmp_path):
+    """Its tools, calls and template options: `prepare` renders the same prompt again."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ mood }}" + CHAT_TEMPLATE
+    )
+    knowing = Target(tiny_llama(), tokenizer, (1,))
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    history = [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "b"}]
+    rows = [{"messages": history, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}, {"prompt": "c"}]
+    write(prompts, rows)
+    assert regenerate(knowing, [prompts], out, **OPTIONS).written == 2
+    (plain,) = (row for row in rows_of(out) if row["source"] == "p.jsonl:2")
+    assert plain.keys() == {"messages", "response_ids", "finish", "source"} and plain["messages"][0] == user("c")
+    renderer = Renderer(tokenizer, stop_ids=knowing.stop_ids, turns="last")
+    for row, conversation in zip(rows_of(out), read_conversations(out, strict=True), strict=True):
+        *asked, _ = row["messages"]
+        ids = tokenizer.apply_chat_template(
+            asked, tools=row.get("tools"), add_generation_prompt=True, **row.get("chat_template_kwargs", {})
+        )["input_ids"]
+        (answer,) = generate(knowing, [ids], Sampling(6))
+        assert row["response_ids"] == list(answer.token_ids)
+        rendered = renderer.render(conversation)[-1]
+        assert rendered.token_ids.tolist() == ids + row["response_ids"]
+    assert regenerate(knowing, [prompts], out, **OPTIONS).already_there == 2
+    write(prompts, [{**rows[0], "chat_template_kwargs": {"mood": "cross"}}, rows[1]])
+    with pytest.raises(ValueError, match=r"another prompt for p\.jsonl:1"):
+        regenerate(knowing, [prompts], out, **OPTIONS)
 
 
 def test_bad_rows_are_refused_with_a_counted_reason(target, tmp_path):

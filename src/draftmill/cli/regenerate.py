@@ -25,12 +25,12 @@ def regenerate(
     target: TargetPath,
     out: Annotated[Path, typer.Option("--out", dir_okay=False, metavar="FILE", help="JSONL file to write.")],
     prompts: Annotated[
-        list[Path] | None,
-        typer.Argument(exists=True, dir_okay=False, metavar="[FILE...]", help="JSONL files of prompts."),
+        list[str] | None,
+        typer.Argument(metavar="[INPUT...]", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
     ] = None,
     self_prompt: Annotated[
         int | None,
-        typer.Option(min=1, metavar="COUNT", help="Instead of FILE: the target writes so many prompts, too."),
+        typer.Option(min=1, metavar="COUNT", help="Instead of INPUT: the target writes so many prompts, too."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy. Use what you will serve with.")] = 0.0,
@@ -64,8 +64,9 @@ def regenerate(
       draftmill regenerate prompts.jsonl --target TARGET --out chats.jsonl --server http://localhost:8000/v1
       draftmill regenerate --self-prompt 20000 --target TARGET --out chats.jsonl
 
-    A drafter guesses what its target will say, so it learns from the target's own words, not from a dataset's. A line
-    is {"messages": [...]}: the last user turn is answered; a last assistant message is dropped and written anew.
+    A drafter guesses what its target will say, so it learns from the target's own words, not from a dataset's. A row
+    is {"prompt": "..."} or a conversation, as for draftmill prepare: its last user turn is answered; a last assistant
+    message is dropped and written anew.
 
     The target runs in this process, or in a server that speaks OpenAI's protocol (vLLM, SGLang).
 
@@ -94,12 +95,12 @@ def regenerate(
         retry = Retry(attempts=attempts, timeout_s=timeout)
         settings = ServerSettings(server, model, concurrency, retry, max_failed_share, api_key)
         answerer = Server.connect(settings, folder, options)
-    files = list(prompts or [])
+    inputs: list[str | Path] = [*(prompts or [])]
     try:
         if self_prompt is not None:
-            files = [_write_prompts(answerer, out, self_prompt, seed, options)]
+            inputs = [_write_prompts(answerer, out, self_prompt, seed, options)]
         with Display("row") as display:
-            report = regenerate(answerer, files, out, sampling, template_options=options, progress=display.show)
+            report = regenerate(answerer, inputs, out, sampling, template_options=options, progress=display.show)
     except KeyboardInterrupt:
         typer.echo(f"interrupted: {out} keeps what is done, the same command goes on with the rest", err=True)
         raise typer.Exit(STOPPED_EARLY) from None
@@ -107,13 +108,20 @@ def regenerate(
 
 
 def _check_usage(
-    context: typer.Context, prompts: list[Path] | None, self_prompt: int | None, server: str | None, top_p: float
+    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None, top_p: float
 ) -> None:
     """Raises BadParameter for what cannot be meant."""
+    from draftmill.text.sources import check_source
+
+    try:
+        for prompt in prompts or []:
+            check_source(prompt)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="INPUT") from None
     if not prompts and self_prompt is None:
-        raise typer.BadParameter("no prompts: name JSONL files, or give --self-prompt COUNT", param_hint="FILE")
+        raise typer.BadParameter("no prompts: name inputs, or give --self-prompt COUNT", param_hint="INPUT")
     if prompts and self_prompt is not None:
-        raise typer.BadParameter("give either prompt files or --self-prompt, not both", param_hint="--self-prompt")
+        raise typer.BadParameter("give either inputs or --self-prompt, not both", param_hint="--self-prompt")
     if not 0 < top_p <= 1:
         raise typer.BadParameter(
             f"{top_p} is no share of probability: use a value above 0, up to 1", param_hint="--top-p"

@@ -11,7 +11,7 @@ from draftmill.evaluate.report import EvaluationReport, evaluate
 from draftmill.evaluate.responses import OnProgress, Response
 from draftmill.run.drafters import FoundDrafter, find_drafter
 from draftmill.target.model import Target
-from draftmill.text.prompt_rows import prompt_rows
+from draftmill.text.questions import read_questions
 from draftmill.text.refusals import Refused, RowProblem
 from draftmill.text.render import Renderer
 
@@ -73,7 +73,7 @@ def read_prompts(
     renderer = Renderer(target.tokenizer, template_options, stop_ids=target.stop_ids)
     prompts: list[list[int]] = []
     refused: dict[str, int] = {}
-    for row in prompt_rows(path):
+    for row in read_questions(path):
         if limit is not None and len(prompts) == limit:
             break
         if not isinstance(row, Refused):

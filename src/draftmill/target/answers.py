@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, Protocol, Self
 
 log = logging.getLogger(__name__)
 
-HOW = ("tools", "chat_template_kwargs")  # of a row, beside its messages: what its rendering depends on
+RENDERED_WITH = ("tools", "chat_template_kwargs")  # fields of a row, besides its messages
 Finish = Literal["stop", "length"]
 Place = Literal["written", "empty"]
 
@@ -45,7 +45,7 @@ class Prompt:
     key: str  # the row's identity: file name and line. Also what its sampling depends on
     token_ids: list[int]
     messages: list[dict[str, Any]]  # what the ids were rendered from
-    how: Mapping[str, Any] = field(default_factory=dict)  # what else: of HOW, those that the row has
+    rendered_with: dict[str, Any] = field(default_factory=dict)  # of RENDERED_WITH, those the row has
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class AnswerFile:
         for place, written in self._prompts.items():
             if prompt.key not in written:
                 continue
-            if written[prompt.key] != _digest(prompt.messages, prompt.how):
+            if written[prompt.key] != _digest(prompt.messages, prompt.rendered_with):
                 raise ValueError(
                     f"{self._path(place)} answers another prompt for {prompt.key}: "
                     "the prompts changed, use a new output file"
@@ -151,7 +151,7 @@ class AnswerFile:
             line: dict[str, Any] = {"messages": [*prompt.messages, {"role": "assistant", "content": answer.text}]}
             if answer.token_ids is not None:
                 line["response_ids"] = list(answer.token_ids)
-            line |= {"finish": answer.finish, "source": prompt.key, **prompt.how}
+            line |= {"finish": answer.finish, "source": prompt.key, **prompt.rendered_with}
             lines[place_for(answer)].append(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         for place, encoded in lines.items():
             if encoded:
@@ -207,13 +207,13 @@ def read_appended(file: IO[bytes], out: Path) -> Iterator[dict[str, Any]]:
 def _written_rows(file: IO[bytes], out: Path) -> dict[str, bytes]:
     """key -> digest of the prompt, of the rows already there: rows themselves may be too many for the memory."""
     return {
-        row["source"]: _digest(row["messages"][:-1], {name: row[name] for name in HOW if name in row})
+        row["source"]: _digest(row["messages"][:-1], {name: row[name] for name in RENDERED_WITH if name in row})
         for row in read_appended(file, out)
     }
 
 
-def _digest(messages: Sequence[Mapping[str, Any]], how: Mapping[str, Any]) -> bytes:
-    return hashlib.sha256(json.dumps([messages, how], sort_keys=True).encode()).digest()
+def _digest(messages: Sequence[Mapping[str, Any]], rendered_with: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps([messages, rendered_with], sort_keys=True).encode()).digest()
 
 
 def _size(file: IO[bytes]) -> int:

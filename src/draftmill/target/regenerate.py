@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftmill.target.answers import Answered, Answerer, AnswerFile, Prompt, Sampling, place_for
+from draftmill.target.answers import RENDERED_WITH, Answered, Answerer, AnswerFile, Prompt, Sampling, place_for
 from draftmill.text.conversations import Conversation
-from draftmill.text.prompt_rows import prompt_rows
+from draftmill.text.questions import read_questions
 from draftmill.text.refusals import Refused, RowProblem
 from draftmill.text.render import Renderer
 
@@ -60,8 +60,9 @@ def regenerate(
     """Answers the last user turn of every row of `prompts`; a last assistant message is dropped and written anew.
 
     An output line has `messages` (the answer last), `finish` (stop or length), `source` (file name and line of the
-    input row) and, where they are known, `response_ids` (the stop token included). Raises ValueError for prompt files
-    that share a name, for template options the template does not read, and where `out` was made otherwise.
+    input row), the row's own `tools` and `chat_template_kwargs`, and, where they are known, `response_ids` (the stop
+    token included). Raises ValueError for prompt files that share a name, for template options that the template does
+    not read, and where `out` was made otherwise.
     """
     renderer = Renderer(answerer.tokenizer, template_options, stop_ids=answerer.stop_ids)
     settings = {**asdict(sampling), "template_options": dict(template_options or {}), **answerer.made_by()}
@@ -93,7 +94,7 @@ class _Job:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"prompt files share the name {twice[0]}, by which rows are told apart: rename one")
         for path in paths:
-            for row in prompt_rows(path):
+            for row in read_questions(path):
                 self.report.rows += 1
                 if isinstance(row, Refused):
                     self.refuse(row.reason, str(row))
@@ -117,9 +118,9 @@ class _Job:
                     f"the target holds {limit}",
                 )
                 continue
-            how = {"tools": list(conversation.tools), "chat_template_kwargs": dict(conversation.template_options)}
-            messages = [message.plain for message in conversation.messages]
-            yield Prompt(key, ids, messages, {name: value for name, value in how.items() if value})
+            own = zip(RENDERED_WITH, (list(conversation.tools), dict(conversation.template_options)), strict=True)
+            messages = [message.fields() for message in conversation.messages]
+            yield Prompt(key, ids, messages, {name: value for name, value in own if value})
 
     def is_wanted(self, prompt: Prompt) -> bool:
         place = self.file.place_of(prompt)
