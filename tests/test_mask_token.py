@@ -74,6 +74,14 @@ def test_the_tokenizers_own_mask_token_comes_before_reserved_rows():
     assert (chosen.text, chosen.chosen_by) == ("<mask>", "tokenizer")
 
 
+def test_a_mask_token_outside_the_targets_vocabulary_is_passed_over():
+    """case 9 d: a tokenizer may have more tokens than its target has rows"""
+    tokenizer = byte_tokenizer(None, ["<unused0>", "<mask>"], mask_token="<mask>")
+    assert choose_mask_token(tokenizer, vocab_size=tokenizer.mask_token_id).text == "<unused0>"
+    with pytest.raises(ValueError, match="no mask token"):
+        choose_mask_token(tokenizer, vocab_size=tokenizer.mask_token_id - 1)
+
+
 @pytest.mark.parametrize(
     "name",
     ["<|reserved_special_token_0|>", "<unused0>", "[unused1]", "<|reserved_12|>", "<unused_3>", "<|unused7|>"],

@@ -102,6 +102,8 @@ def test_arguments_as_text_and_as_an_object_are_the_same_message():
     assert first == second
     assert json.dumps(first[1].fields()) == json.dumps(second[1].fields())  # the order of keys too
     assert first[1].fields() == {"role": "assistant", "content": "", "tool_calls": [call(arguments, id="c1")]}
+    flat = parse(with_reply(tool_calls=[{"name": "look", "arguments": arguments, "id": "c1"}]))
+    assert flat.messages == first
     for nothing in ("", None, {}, "{}"):
         assert parse(with_reply(tool_calls=[call(nothing)])).messages[1].tool_calls[0]["function"]["arguments"] == {}
 
@@ -122,7 +124,7 @@ def test_content_beside_tool_calls_may_be_missing_null_or_empty():
         [call("[1]")],
         [call([1])],
         [call(3)],
-        [{"name": "look", "arguments": {}}],
+        [{"type": "function", "arguments": {}}],
         [{"type": "function", "function": {"arguments": {}}}],
         [{"type": "function", "function": {"name": 3}}],
         [call({}, type="custom")],

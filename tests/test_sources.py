@@ -240,6 +240,20 @@ def test_no_network_is_said_clearly():
     assert "check the name and the network" in out
 
 
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_bytes_that_are_not_utf8_are_named_by_their_place_in_the_file(tmp_path, compress):
+    """case 35"""
+    first = b"\xef\xbb\xbf" + lines(rows(1))
+    data = first + b'{"messages": "\xff"}\n'
+    (tmp_path / "a").write_bytes(compress(data))
+    _, bad = read_conversations(tmp_path / "a")
+    at = data.index(b"\xff", len(first))
+    assert bad.detail == f"byte 14 of the line, byte {at} of the file"
+    (tmp_path / "a").write_bytes(compress(b"\xef\xbb\xbf{\xff"))
+    (bad,) = read_conversations(tmp_path / "a")
+    assert bad.detail == "byte 1 of the line, byte 4 of the file"
+
+
 def test_the_columns_read_are_all_that_a_row_may_say():
     class Asked(dict):
         def get(self, key, default=None):

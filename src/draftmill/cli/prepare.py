@@ -116,8 +116,8 @@ def _check_sources(sources: list[str], explain: int | None, out: Path | None) ->
             check_source(source)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="SOURCE") from None
-    if explain is None and out is None:
-        raise typer.BadParameter("name the dataset folder to write", param_hint="--out")
+    if (out is None) == (explain is None):
+        raise typer.BadParameter("give either --out, to write a dataset, or --explain, to look at a row")
     if explain is not None and len(sources) > 1:
         raise typer.BadParameter(f"row {explain} of which source? Name one", param_hint="--explain")
 

@@ -89,7 +89,7 @@ def parse_row(raw: Raw, *, need_reply: bool = True) -> Conversation | Refused | 
             return _conversation(_without_nulls(raw.payload), raw.source, need_reply)
         if not raw.payload.strip():
             return None
-        return _conversation(parse_line(raw.payload), raw.source, need_reply)
+        return _conversation(parse_line(raw.payload, raw.start), raw.source, need_reply)
     except RowProblem as problem:
         return problem.at(raw.source)
 

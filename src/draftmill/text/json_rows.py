@@ -13,12 +13,13 @@ _SHORT.maxstring = _SHORT.maxother = 40
 _SHORT.maxlevel = 2
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
-    """One JSONL line; raises `RowProblem`."""
+def parse_line(line: bytes, start: int) -> dict[str, Any]:
+    """One JSONL line, which starts at that byte of the (decompressed) file; raises `RowProblem`."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RowProblem(DropReason.UNDECODABLE, f"byte {error.start} of the line") from None
+        at = f"byte {error.start} of the line, byte {start + error.start} of the file"
+        raise RowProblem(DropReason.UNDECODABLE, at) from None
     value = parse_json(text)
     if not isinstance(value, dict):
         raise RowProblem(DropReason.NOT_AN_OBJECT, f"it is a {type(value).__name__}")

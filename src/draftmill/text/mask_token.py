@@ -67,7 +67,7 @@ def choose_mask_token(
             )
         return _chosen(tokenizer, explicit, ChosenBy.EXPLICIT, occurrences)
     own = tokenizer.mask_token_id
-    if own is not None and own not in forbidden:
+    if own is not None and own not in forbidden and own < size:
         return _chosen(tokenizer, own, ChosenBy.TOKENIZER, occurrences)
     reserved = sorted(i for text, i in tokenizer.get_vocab().items() if _RESERVED.fullmatch(text) and i < size)
     for token in reserved:

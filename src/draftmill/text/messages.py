@@ -33,7 +33,7 @@ SHAREGPT_ROLES: dict[str, Role] = {
 }
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # A chat template may read these. Ignoring one would render other text than the target saw.
-_UNREAD_FIELDS = ("function_call", "audio", "prefix", "partial")
+_UNREAD_FIELDS = ("function_call", "audio", "refusal", "prefix", "partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _tool_calls(value: Any, index: int) -> tuple[dict[str, Any], ...]:
 
 
 def _tool_call(call: Any, index: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+    function = call.get("function", call) if isinstance(call, dict) else None  # some sets leave out the wrapper
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: not a call of a function")
     name = function.get("name")

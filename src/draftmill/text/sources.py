@@ -39,6 +39,8 @@ class Raw:
     """Why it could not be read."""
     size: int = 0
     """About how many bytes the payload has."""
+    start: int = 0
+    """Of a line: its first byte in the file, once decompressed."""
 
 
 def read_raw(source: str | Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Raw]:
@@ -112,6 +114,7 @@ def _lines(file: BinaryIO, name: str, limit: int, position: Callable[[], int] | 
     while True:
         number += 1
         source = Source(name, number, offset if position is None else position())
+        start = offset
         try:
             line = file.readline(limit + 2)  # the ending, "\r\n" at most, is not counted
             if not line:
@@ -119,10 +122,10 @@ def _lines(file: BinaryIO, name: str, limit: int, position: Callable[[], int] | 
             offset += len(line)
             ended = line.endswith(b"\n")
             body = line.removesuffix(b"\n").removesuffix(b"\r")
-            if number == 1:
-                body = body.removeprefix(_BOM)
+            if number == 1 and body.startswith(_BOM):
+                body, start = body[len(_BOM) :], len(_BOM)
             if len(body) <= limit and (ended or len(line) < limit + 2):
-                yield Raw(source, body, size=len(body))
+                yield Raw(source, body, size=len(body), start=start)
                 continue
             while not ended:
                 rest = file.readline(_SKIP_BYTES)
