@@ -153,7 +153,7 @@ def _table_rows(name: str, limit: int) -> Iterator[Raw]:
         batches, rows = tables.parquet_batches(name) if parquet else tables.arrow_batches(name)
     number = 0
     try:
-        for row, size in tables.rows_of(batches, limit):
+        for row, size in tables.rows_of(batches, limit, name):
             source = Source(name, number + 1, total * number // rows if rows else 0)
             number += 1
             refused = None if row is not None else Refused(DropReason.LINE_TOO_LONG, source, f"over {limit:,} bytes")

@@ -5,6 +5,7 @@ Columns that no row form has are not read. JSON inside a column stays text, for 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow as pa
 from draftmill.text.sources import split_hub_name
 
 BATCH_ROWS = 64
+log = logging.getLogger(__name__)
 
 # All that conversations.py reads of a row.
 ROW_FIELDS = (
@@ -29,9 +31,9 @@ class BrokenTable(Exception):
     """The rest of the table cannot be read."""
 
 
-def rows_of(batches: Iterable[Batch], limit: int) -> Iterator[tuple[dict[str, Any] | None, int]]:
+def rows_of(batches: Iterable[Batch], limit: int, name: str) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """(row, its bytes); None in place of a row over `limit` bytes. Raises `BrokenTable`."""
-    pending = iter(batches)
+    pending, first = iter(batches), True
     while True:
         try:
             batch = next(pending, None)
@@ -39,8 +41,32 @@ def rows_of(batches: Iterable[Batch], limit: int) -> Iterator[tuple[dict[str, An
             raise BrokenTable(str(error).splitlines()[0][:200]) from None
         if batch is None:
             return
+        if first:
+            _warn_of_structs(batch.schema, name)
+            first = False
         for start in range(0, batch.num_rows, BATCH_ROWS):
             yield from _rows(batch.slice(start, BATCH_ROWS), limit)
+
+
+def _warn_of_structs(schema: pa.Schema, name: str) -> None:
+    """One order of keys serves all rows of a struct, while templates print each row's own; null is like absent."""
+    structs = [field.name for field in schema if field.name == "tools" and _holds_struct(field.type)]
+    structs += [f"{field.name}: arguments" for field in schema if _holds_struct(field.type, "arguments")]
+    if structs:
+        log.warning(
+            "%s keeps %s as columns of structs, where all rows have one order of keys and nulls are left out: if the "
+            "target saw otherwise, store them as JSON text",
+            name, " and ".join(structs),
+        )  # fmt: skip
+
+
+def _holds_struct(kind: pa.DataType, under: str | None = None) -> bool:
+    """A struct anywhere in `kind`, or anywhere in its fields named `under`."""
+    if pa.types.is_struct(kind):
+        if under is None:
+            return True
+        return any(_holds_struct(field.type, None if field.name == under else under) for field in kind)
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _holds_struct(kind.value_type, under)
 
 
 def _rows(batch: Batch, limit: int) -> Iterator[tuple[dict[str, Any] | None, int]]:
