@@ -362,6 +362,14 @@ def test_nobody_listens(folder, tmp_path):
         Server.connect(ServerSettings(url, retry=QUICK), folder)
 
 
+def test_a_server_on_this_machine_is_asked_without_the_proxy(folder, monkeypatch):
+    with CompletionServer() as gone:
+        monkeypatch.setenv("HTTP_PROXY", gone.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with CompletionServer() as server:
+        assert Server.connect(ServerSettings(server.url, retry=QUICK), folder).model == "tiny"
+
+
 def test_the_model_is_named_or_the_only_one(folder):
     with CompletionServer() as server:
         assert Server.connect(ServerSettings(server.url), folder).made_by()["server_model"] == "tiny"
@@ -422,7 +430,8 @@ def test_rows_of_another_source_are_not_mixed_in(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"url": "localhost:8000"}, "write it as http://"), ({"concurrency": 0}, "concurrency is 0"),
+    [({"url": "localhost:8000"}, "write it as http://"), ({"url": "http://h:port/v1"}, "write it as http://"),
+     ({"concurrency": 0}, "concurrency is 0"),
      ({"max_failed_share": 1.5}, "max_failed_share is 1.5"), ({"retry": Retry(attempts=0)}, "attempts is 0"),
      ({"retry": Retry(timeout_s=0)}, "timeout is 0")],
 )  # fmt: skip

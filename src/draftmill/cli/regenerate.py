@@ -26,7 +26,7 @@ def regenerate(
     out: Annotated[Path, typer.Option("--out", dir_okay=False, metavar="FILE", help="JSONL file to write.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[INPUT...]", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
+        typer.Argument(metavar="INPUT", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
     ] = None,
     self_prompt: Annotated[
         int | None,
@@ -73,15 +73,19 @@ def regenerate(
     Rows are appended as they are done. After an interruption the same command goes on where it stopped; exit code 3
     says that rows are left.
     """
-    _check_usage(context, prompts, self_prompt, server, top_p)
+    from draftmill.target.answers import Sampling
+
+    _check_usage(context, prompts, self_prompt, server)
+    try:
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     options = parse_template_options(template_option)
     folder = target_folder(target)
     _check_template_options(folder, options)
     from draftmill.cli.display import Display
-    from draftmill.target.answers import Sampling
     from draftmill.target.regenerate import regenerate
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answerer: Answerer
     if server is None:
         from draftmill.target.embedded import Embedded
@@ -108,7 +112,7 @@ def regenerate(
 
 
 def _check_usage(
-    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None, top_p: float
+    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None
 ) -> None:
     """Raises BadParameter for what cannot be meant."""
     from draftmill.text.sources import check_exists
@@ -122,10 +126,6 @@ def _check_usage(
         raise typer.BadParameter("no prompts: name inputs, or give --self-prompt COUNT", param_hint="INPUT")
     if prompts and self_prompt is not None:
         raise typer.BadParameter("give either inputs or --self-prompt, not both", param_hint="--self-prompt")
-    if not 0 < top_p <= 1:
-        raise typer.BadParameter(
-            f"{top_p} is no share of probability: use a value above 0, up to 1", param_hint="--top-p"
-        )
     if server is not None and not server.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{server!r}: write it as http://HOST:PORT/v1", param_hint="--server")
     foreign, why = (

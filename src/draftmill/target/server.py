@@ -27,6 +27,7 @@ from draftmill.target.loading import identity, load_tokenizer, stop_ids
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # never by way of the environment's proxy
 DOWN_AFTER = 3  # prompts given up in a row, each after all its attempts, while no other was answered
 SHARE_FROM = 20  # prompts ended before the share of failed ones says anything
 TEMPLATE_PROBE = [
@@ -46,7 +47,11 @@ class ServerSettings:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            written_well = httpx.URL(self.url).scheme in ("http", "https")
+        except httpx.InvalidURL:
+            written_well = False
+        if not written_well:
             raise ValueError(f"server is {self.url}: write it as http://HOST:PORT/v1")
         if self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: use at least 1")
@@ -254,6 +259,7 @@ class _Call:
 async def _open(settings: ServerSettings) -> Any:
     async with httpx.AsyncClient(
         base_url=settings.url.rstrip("/") + "/",
+        trust_env=httpx.URL(settings.url).host not in LOOPBACK,
         headers={"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {},
         timeout=httpx.Timeout(settings.retry.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
         limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
