@@ -240,6 +240,28 @@ def test_a_prompt_that_always_fails_is_left_for_later(folder, tokenizer, tmp_pat
     check_rows(out, tokenizer, {f"p.jsonl:{line}" for line in range(1, 31)})
 
 
+def test_going_on_renders_only_what_is_left(folder, tmp_path, monkeypatch):
+    """Rendering a million finished rows would keep the server idle for minutes."""
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 30), tmp_path / "out.jsonl"
+    rendered: list[str] = []
+    real = Renderer.prompt_ids
+
+    def counted(self, conversation, *others):
+        rendered.append(conversation.messages[0].content)
+        return real(self, conversation, *others)
+
+    monkeypatch.setattr(Renderer, "prompt_ids", counted)
+    with CompletionServer() as server:
+        assert ask(folder, server, prompts, out)[0].written == 30
+        assert len(rendered) == len(set(rendered)) == 30
+        rendered.clear()
+        kept = out.read_text().splitlines(keepends=True)
+        out.write_text("".join(kept[:27]))
+        report, _ = ask(folder, server, prompts, out)
+    assert (report.written, report.already_there, report.left) == (3, 27, 0)
+    assert sorted(rendered) == sorted(json.loads(line)["messages"][0]["content"] for line in kept[27:])
+
+
 def test_refused_prompts_are_counted_and_too_many_stop_the_call(folder, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 60)
     with CompletionServer(fault=lambda prompt, _attempt: "400" if sum(prompt) % 5 == 0 else None) as server:

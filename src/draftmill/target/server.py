@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from draftmill.target.answers import Answer, IsWanted, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
+from draftmill.target.answers import Answer, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
 from draftmill.target.completions import Completions, GaveUp, PromptRefused, Retry, ServerUnusable, difference
 from draftmill.target.loading import identity, load_tokenizer, stop_ids
 
@@ -100,6 +100,8 @@ class _Stop(Exception):
 class Server:
     """An `Answerer`. See there for what its methods promise. Use `Server.connect`."""
 
+    plans_with_answered = False
+
     def __init__(self, settings: ServerSettings, target: Path, model: str, model_length: int | None) -> None:
         from transformers import AutoConfig
 
@@ -156,14 +158,12 @@ class Server:
     def answer(
         self,
         prompts: Iterable[Prompt],
-        is_wanted: IsWanted,
         sampling: Sampling,
         on_answers: OnAnswers,
         on_refusal: OnRefusal,
         on_progress: OnProgress | None = None,
     ) -> str | None:
-        wanted = (prompt for prompt in prompts if is_wanted(prompt))
-        return asyncio.run(self._answer(wanted, sampling, on_answers, on_refusal, on_progress))
+        return asyncio.run(self._answer(iter(prompts), sampling, on_answers, on_refusal, on_progress))
 
     async def _answer(
         self,
