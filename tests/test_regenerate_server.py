@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -201,6 +202,26 @@ def test_retry_after_holds_all_workers_back(folder, tmp_path):
     assert sum(wait >= 0.6 for wait in later) >= 11
 
 
+def test_after_a_pause_workers_do_not_come_back_as_one():
+    async def wake_times(pause_s: float, longer_s: float) -> list[float]:
+        client = completions.Completions(None, None, frozenset(), Retry(first_wait_s=pause_s))
+        began = time.monotonic()
+        client._paused_until = began + pause_s
+
+        async def worker() -> float:
+            await client._pause()
+            return time.monotonic() - began
+
+        workers = [asyncio.create_task(worker()) for _ in range(20)]
+        await asyncio.sleep(pause_s / 2)
+        client._paused_until = began + longer_s  # told by another reply, while they wait
+        return [await task for task in workers]
+
+    times = asyncio.run(wake_times(0.2, 0.5))
+    assert min(times) >= 0.5
+    assert len({round(at, 2) for at in times}) >= 4
+
+
 @pytest.mark.parametrize(
     ("value", "low", "high"),
     [("3", 3, 3), ("0.5", 0.5, 0.5), ("in 40 s", 30, 40), ("-4", 0, 0),
@@ -395,7 +416,8 @@ def test_rows_of_another_source_are_not_mixed_in(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"url": "localhost:8000"}, "write it as http://"), ({"concurrency": 0}, "concurrency is 0"),
+    [({"url": "localhost:8000"}, "write it as http://"), ({"url": "http://h:p/v1"}, "Invalid port"),
+     ({"concurrency": 0}, "concurrency is 0"),
      ({"max_failed_share": 1.5}, "max_failed_share is 1.5"), ({"retry": Retry(attempts=0)}, "attempts is 0"),
      ({"retry": Retry(timeout_s=0)}, "timeout is 0")],
 )  # fmt: skip

@@ -46,8 +46,15 @@ class ServerSettings:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"server is {self.url}: write it as http://HOST:PORT/v1")
+        try:
+            url = httpx.URL(self.url)
+            fault = "" if url.scheme in ("http", "https") and url.host else "it is no http address"
+        except httpx.InvalidURL as error:
+            fault = str(error)
+        if fault:
+            raise ValueError(f"server is {self.url} ({fault}): write it as http://HOST:PORT/v1")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key has characters that no HTTP header carries, perhaps a line end: give it anew")
         if self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: use at least 1")
         if self.retry.attempts < 1:
