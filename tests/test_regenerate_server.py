@@ -14,6 +14,7 @@ import pytest
 
 from completion_server import EOS, FAULTS, LETTER_A, CompletionServer, reply_ids
 from draftmill.target import completions
+from draftmill.target import server as server_module
 from draftmill.target.answers import Prompt, Sampling
 from draftmill.target.completions import GaveUp, PromptRefused, Retry, ServerUnusable
 from draftmill.target.embedded import Embedded
@@ -223,14 +224,15 @@ def test_after_a_pause_workers_do_not_come_back_as_one():
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high"),
-    [("3", 3, 3), ("0.5", 0.5, 0.5), ("in 40 s", 30, 40), ("-4", 0, 0),
-     ("1e9", completions.LONGEST_PAUSE_S, completions.LONGEST_PAUSE_S)],
-)  # fmt: skip
-def test_retry_after_in_seconds_or_as_a_date(value, low, high):
-    if value == "in 40 s":
-        value = formatdate(time.time() + 40, usegmt=True)
-    assert low <= completions._retry_after_s(value) <= high
+    ("value", "seconds"), [("3", 3), ("0.5", 0.5), ("-4", 0), ("1e9", completions.LONGEST_PAUSE_S)]
+)
+def test_retry_after_in_seconds(value, seconds):
+    assert completions._retry_after_s(value) == seconds
+
+
+def test_retry_after_as_a_date():
+    assert completions._retry_after_s(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=5)
+    assert completions._retry_after_s(formatdate(time.time() - 100, usegmt=True)) == 0
 
 
 @pytest.mark.parametrize("value", [None, "soon", "nan"])
@@ -344,6 +346,52 @@ def test_a_failing_disk_ends_the_call(folder, tmp_path, monkeypatch):
         ask(folder, server, prompts, out)
     assert len(calls) == 6
     assert len(rows_of(out)) == sum(map(len, calls[:5]))
+
+
+class Scripted:
+    """In place of `Completions`: what becomes of each prompt, after so many turns of the event loop."""
+
+    def __init__(self, *ends: tuple[int, completions.Answer | Exception]) -> None:
+        self.ends = list(ends)
+
+    async def complete(self, prompt: Prompt, _sampling: Sampling) -> completions.Answer:
+        turns, end = self.ends[int(prompt.key)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def call(scripted: Scripted, on_answers) -> str | None:
+    prompts = iter([Prompt(str(index), [5], []) for index in range(len(scripted.ends))])
+    run = server_module._Call(
+        scripted, prompts, SAMPLING, Breaker(0.1), on_answers, lambda *_: None, lambda *_: None
+    )  # fmt: skip
+    return asyncio.run(run.run(len(scripted.ends)))
+
+
+GOOD = completions.Answer((5, 1), "a", "stop", 2)
+
+
+def test_an_answer_that_is_there_when_the_breaker_opens_is_kept(monkeypatch):
+    monkeypatch.setattr(server_module, "DOWN_AFTER", 1)
+    handed = []
+    assert "the server answers no more" in call(Scripted((1, GOOD), (0, GaveUp()), (9, GOOD)), handed.extend)
+    assert [prompt.key for prompt, _ in handed] == ["0"]
+
+
+def test_after_a_failed_write_nothing_more_is_written():
+    """It might end in half a line."""
+    calls = []
+
+    def fail(answered) -> None:
+        calls.append([prompt.key for prompt, _ in answered])
+        raise OSError(28, "No space left on device", "out.jsonl")
+
+    with pytest.raises(OSError, match="No space left"):
+        call(Scripted((0, GOOD), (1, GOOD), (1, GOOD), (9, GOOD)), fail)
+    assert calls == [["0"]] or calls == [["0", "1", "2"]]
 
 
 # ---- Servers that cannot be used ---------------------------------------------------------------------------------
