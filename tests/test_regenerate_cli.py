@@ -14,6 +14,7 @@ from completion_server import CompletionServer
 from draftmill.cli.main import main
 from draftmill.target import server as server_module
 from draftmill.target.completions import Retry
+from draftmill.target.server import Server
 from tiny_models import save_tiny, tiny_llama
 
 ROWS = 40
@@ -55,6 +56,10 @@ def run(*arguments: str | Path) -> int:
         (["p.jsonl", "--self-prompt", "3"], "not both"),
         (["--self-prompt", "0"], "--self-prompt"),
         (["p.jsonl", "--server", "localhost:8000"], "write it as http://HOST:PORT/v1"),
+        (["p.jsonl", "--server", "http://host:port/v1"], "Invalid port: 'port'"),
+        (["p.jsonl", "--server", "http://"], "write it as http://HOST:PORT/v1"),
+        (["p.jsonl", "--server", "http://h/v1", "--api-key", "gehe\u00efm"], "api_key has characters"),
+        (["p.jsonl", "--server", "http://h/v1", "--api-key", "secret\n"], "api_key has characters"),
         (["p.jsonl", "--model", "m"], "--model needs --server"),
         (["p.jsonl", "--concurrency", "4"], "--concurrency needs --server"),
         (["p.jsonl", "--max-failed-share", "0.5"], "--max-failed-share needs --server"),
@@ -67,11 +72,13 @@ def run(*arguments: str | Path) -> int:
 def test_bad_usage_ends_with_2_before_a_model_is_loaded(
     arguments, said, folder, prompts, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(sys.modules, "draftmill.target.model", None)  # importing them would fail
-    monkeypatch.setitem(sys.modules, "draftmill.target.server", None)
+    monkeypatch.setitem(sys.modules, "draftmill.target.model", None)  # importing it would fail
+    monkeypatch.setattr(Server, "connect", lambda *_: pytest.fail("a server was asked"))
     monkeypatch.chdir(tmp_path)
     assert run(*arguments, "--target", folder, "--out", "out.jsonl") == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "secret" not in told and "gehe" not in told
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -203,6 +203,26 @@ def test_retry_after_holds_all_workers_back(folder, tmp_path):
     assert sum(wait >= 0.6 for wait in later) >= 11
 
 
+def test_after_a_pause_workers_do_not_come_back_as_one():
+    async def wake_times(pause_s: float, longer_s: float) -> list[float]:
+        client = completions.Completions(None, None, frozenset(), Retry(first_wait_s=pause_s))
+        began = time.monotonic()
+        client._paused_until = began + pause_s
+
+        async def worker() -> float:
+            await client._pause()
+            return time.monotonic() - began
+
+        workers = [asyncio.create_task(worker()) for _ in range(20)]
+        await asyncio.sleep(pause_s / 2)
+        client._paused_until = began + longer_s  # told by another reply, while they wait
+        return [await task for task in workers]
+
+    times = asyncio.run(wake_times(0.2, 0.5))
+    assert min(times) >= 0.5
+    assert len({round(at, 2) for at in times}) >= 4
+
+
 @pytest.mark.parametrize(
     ("value", "seconds"), [("3", 3), ("0.5", 0.5), ("-4", 0), ("1e9", completions.LONGEST_PAUSE_S)]
 )
@@ -241,6 +261,28 @@ def test_a_prompt_that_always_fails_is_left_for_later(folder, tokenizer, tmp_pat
     assert [body["prompt"] for body in server.requests] == [poison]
     assert (report.written, report.already_there, report.left) == (1, 29, 0)
     check_rows(out, tokenizer, {f"p.jsonl:{line}" for line in range(1, 31)})
+
+
+def test_going_on_renders_only_what_is_left(folder, tmp_path, monkeypatch):
+    """Rendering a million finished rows would keep the server idle for minutes."""
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 30), tmp_path / "out.jsonl"
+    rendered: list[str] = []
+    real = Renderer.prompt_ids
+
+    def counted(self, conversation, *others):
+        rendered.append(conversation.messages[0].content)
+        return real(self, conversation, *others)
+
+    monkeypatch.setattr(Renderer, "prompt_ids", counted)
+    with CompletionServer() as server:
+        assert ask(folder, server, prompts, out)[0].written == 30
+        assert len(rendered) == len(set(rendered)) == 30
+        rendered.clear()
+        kept = out.read_text().splitlines(keepends=True)
+        out.write_text("".join(kept[:27]))
+        report, _ = ask(folder, server, prompts, out)
+    assert (report.written, report.already_there, report.left) == (3, 27, 0)
+    assert sorted(rendered) == sorted(json.loads(line)["messages"][0]["content"] for line in kept[27:])
 
 
 def test_refused_prompts_are_counted_and_too_many_stop_the_call(folder, tmp_path):
@@ -430,7 +472,7 @@ def test_rows_of_another_source_are_not_mixed_in(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"url": "localhost:8000"}, "write it as http://"), ({"url": "http://h:port/v1"}, "write it as http://"),
+    [({"url": "localhost:8000"}, "write it as http://"), ({"url": "http://h:p/v1"}, "Invalid port"),
      ({"concurrency": 0}, "concurrency is 0"),
      ({"max_failed_share": 1.5}, "max_failed_share is 1.5"), ({"retry": Retry(attempts=0)}, "attempts is 0"),
      ({"retry": Retry(timeout_s=0)}, "timeout is 0")],

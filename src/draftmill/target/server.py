@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from draftmill.target.answers import Answer, IsWanted, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
+from draftmill.target.answers import Answer, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
 from draftmill.target.completions import Completions, GaveUp, PromptRefused, Retry, ServerUnusable, difference
 from draftmill.target.loading import identity, load_tokenizer, stop_ids
 
@@ -48,11 +48,14 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         try:
-            written_well = httpx.URL(self.url).scheme in ("http", "https")
-        except httpx.InvalidURL:
-            written_well = False
-        if not written_well:
-            raise ValueError(f"server is {self.url}: write it as http://HOST:PORT/v1")
+            url = httpx.URL(self.url)
+            fault = "" if url.scheme in ("http", "https") and url.host else "it is no http address"
+        except httpx.InvalidURL as error:
+            fault = str(error)
+        if fault:
+            raise ValueError(f"server is {self.url} ({fault}): write it as http://HOST:PORT/v1")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key has characters that no HTTP header carries, perhaps a line end: give it anew")
         if self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: use at least 1")
         if self.retry.attempts < 1:
@@ -104,6 +107,8 @@ class _Stop(Exception):
 
 class Server:
     """An `Answerer`. See there for what its methods promise. Use `Server.connect`."""
+
+    plans_with_answered = False
 
     def __init__(self, settings: ServerSettings, target: Path, model: str, model_length: int | None) -> None:
         from transformers import AutoConfig
@@ -161,14 +166,12 @@ class Server:
     def answer(
         self,
         prompts: Iterable[Prompt],
-        is_wanted: IsWanted,
         sampling: Sampling,
         on_answers: OnAnswers,
         on_refusal: OnRefusal,
         on_progress: OnProgress | None = None,
     ) -> str | None:
-        wanted = (prompt for prompt in prompts if is_wanted(prompt))
-        return asyncio.run(self._answer(wanted, sampling, on_answers, on_refusal, on_progress))
+        return asyncio.run(self._answer(iter(prompts), sampling, on_answers, on_refusal, on_progress))
 
     async def _answer(
         self,
