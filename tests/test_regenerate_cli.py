@@ -14,6 +14,7 @@ from completion_server import CompletionServer
 from draftmill.cli.main import main
 from draftmill.target import server as server_module
 from draftmill.target.completions import Retry
+from draftmill.target.server import Server
 from tiny_models import save_tiny, tiny_llama
 
 ROWS = 40
@@ -42,10 +43,11 @@ def run(*arguments: str | Path) -> int:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["p.jsonl", "--top-p", "0"], "0.0 is no share of probability"),
-        (["p.jsonl", "--top-p", "1.5"], "1.5 is no share of probability"),
-        (["p.jsonl", "--top-p", "nan"], "nan is no share of probability"),
+        (["p.jsonl", "--top-p", "0"], "top_p is 0.0: use a value above 0, up to 1"),
+        (["p.jsonl", "--top-p", "1.5"], "top_p is 1.5"),
+        (["p.jsonl", "--top-p", "nan"], "top_p is nan"),
         (["p.jsonl", "--temperature", "-1"], "--temperature"),
+        (["p.jsonl", "--temperature", "inf"], "temperature is inf: use 0 for greedy"),
         (["p.jsonl", "--template-option", "thinking"], "write KEY=VALUE"),
         (["p.jsonl", "--template-option", "enable_thinking=false"], "enable_thinking is not read by the target's chat"),
         (["p.jsonl", "--template-option", "messages=[]"], "messages is reserved"),
@@ -54,6 +56,10 @@ def run(*arguments: str | Path) -> int:
         (["p.jsonl", "--self-prompt", "3"], "not both"),
         (["--self-prompt", "0"], "--self-prompt"),
         (["p.jsonl", "--server", "localhost:8000"], "write it as http://HOST:PORT/v1"),
+        (["p.jsonl", "--server", "http://host:port/v1"], "Invalid port: 'port'"),
+        (["p.jsonl", "--server", "http://"], "write it as http://HOST:PORT/v1"),
+        (["p.jsonl", "--server", "http://h/v1", "--api-key", "gehe\u00efm"], "api_key has characters"),
+        (["p.jsonl", "--server", "http://h/v1", "--api-key", "secret\n"], "api_key has characters"),
         (["p.jsonl", "--model", "m"], "--model needs --server"),
         (["p.jsonl", "--concurrency", "4"], "--concurrency needs --server"),
         (["p.jsonl", "--max-failed-share", "0.5"], "--max-failed-share needs --server"),
@@ -66,11 +72,13 @@ def run(*arguments: str | Path) -> int:
 def test_bad_usage_ends_with_2_before_a_model_is_loaded(
     arguments, said, folder, prompts, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(sys.modules, "draftmill.target.model", None)  # importing them would fail
-    monkeypatch.setitem(sys.modules, "draftmill.target.server", None)
+    monkeypatch.setitem(sys.modules, "draftmill.target.model", None)  # importing it would fail
+    monkeypatch.setattr(Server, "connect", lambda *_: pytest.fail("a server was asked"))
     monkeypatch.chdir(tmp_path)
     assert run(*arguments, "--target", folder, "--out", "out.jsonl") == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "secret" not in told and "gehe" not in told
     assert not (tmp_path / "out.jsonl").exists()
 
 

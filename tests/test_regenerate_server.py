@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 
 from completion_server import EOS, FAULTS, LETTER_A, CompletionServer, reply_ids
 from draftmill.target import completions
+from draftmill.target import server as server_module
 from draftmill.target.answers import Prompt, Sampling
 from draftmill.target.completions import GaveUp, PromptRefused, Retry, ServerUnusable
 from draftmill.target.embedded import Embedded
@@ -201,15 +203,36 @@ def test_retry_after_holds_all_workers_back(folder, tmp_path):
     assert sum(wait >= 0.6 for wait in later) >= 11
 
 
+def test_after_a_pause_workers_do_not_come_back_as_one():
+    async def wake_times(pause_s: float, longer_s: float) -> list[float]:
+        client = completions.Completions(None, None, frozenset(), Retry(first_wait_s=pause_s))
+        began = time.monotonic()
+        client._paused_until = began + pause_s
+
+        async def worker() -> float:
+            await client._pause()
+            return time.monotonic() - began
+
+        workers = [asyncio.create_task(worker()) for _ in range(20)]
+        await asyncio.sleep(pause_s / 2)
+        client._paused_until = began + longer_s  # told by another reply, while they wait
+        return [await task for task in workers]
+
+    times = asyncio.run(wake_times(0.2, 0.5))
+    assert min(times) >= 0.5
+    assert len({round(at, 2) for at in times}) >= 4
+
+
 @pytest.mark.parametrize(
-    ("value", "low", "high"),
-    [("3", 3, 3), ("0.5", 0.5, 0.5), ("in 40 s", 30, 40), ("-4", 0, 0),
-     ("1e9", completions.LONGEST_PAUSE_S, completions.LONGEST_PAUSE_S)],
-)  # fmt: skip
-def test_retry_after_in_seconds_or_as_a_date(value, low, high):
-    if value == "in 40 s":
-        value = formatdate(time.time() + 40, usegmt=True)
-    assert low <= completions._retry_after_s(value) <= high
+    ("value", "seconds"), [("3", 3), ("0.5", 0.5), ("-4", 0), ("1e9", completions.LONGEST_PAUSE_S)]
+)
+def test_retry_after_in_seconds(value, seconds):
+    assert completions._retry_after_s(value) == seconds
+
+
+def test_retry_after_as_a_date():
+    assert completions._retry_after_s(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=5)
+    assert completions._retry_after_s(formatdate(time.time() - 100, usegmt=True)) == 0
 
 
 @pytest.mark.parametrize("value", [None, "soon", "nan"])
@@ -238,6 +261,28 @@ def test_a_prompt_that_always_fails_is_left_for_later(folder, tokenizer, tmp_pat
     assert [body["prompt"] for body in server.requests] == [poison]
     assert (report.written, report.already_there, report.left) == (1, 29, 0)
     check_rows(out, tokenizer, {f"p.jsonl:{line}" for line in range(1, 31)})
+
+
+def test_going_on_renders_only_what_is_left(folder, tmp_path, monkeypatch):
+    """Rendering a million finished rows would keep the server idle for minutes."""
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 30), tmp_path / "out.jsonl"
+    rendered: list[str] = []
+    real = Renderer.prompt_ids
+
+    def counted(self, conversation, *others):
+        rendered.append(conversation.messages[0].content)
+        return real(self, conversation, *others)
+
+    monkeypatch.setattr(Renderer, "prompt_ids", counted)
+    with CompletionServer() as server:
+        assert ask(folder, server, prompts, out)[0].written == 30
+        assert len(rendered) == len(set(rendered)) == 30
+        rendered.clear()
+        kept = out.read_text().splitlines(keepends=True)
+        out.write_text("".join(kept[:27]))
+        report, _ = ask(folder, server, prompts, out)
+    assert (report.written, report.already_there, report.left) == (3, 27, 0)
+    assert sorted(rendered) == sorted(json.loads(line)["messages"][0]["content"] for line in kept[27:])
 
 
 def test_refused_prompts_are_counted_and_too_many_stop_the_call(folder, tmp_path):
@@ -303,6 +348,52 @@ def test_a_failing_disk_ends_the_call(folder, tmp_path, monkeypatch):
     assert len(rows_of(out)) == sum(map(len, calls[:5]))
 
 
+class Scripted:
+    """In place of `Completions`: what becomes of each prompt, after so many turns of the event loop."""
+
+    def __init__(self, *ends: tuple[int, completions.Answer | Exception]) -> None:
+        self.ends = list(ends)
+
+    async def complete(self, prompt: Prompt, _sampling: Sampling) -> completions.Answer:
+        turns, end = self.ends[int(prompt.key)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def call(scripted: Scripted, on_answers) -> str | None:
+    prompts = iter([Prompt(str(index), [5], []) for index in range(len(scripted.ends))])
+    run = server_module._Call(
+        scripted, prompts, SAMPLING, Breaker(0.1), on_answers, lambda *_: None, lambda *_: None
+    )  # fmt: skip
+    return asyncio.run(run.run(len(scripted.ends)))
+
+
+GOOD = completions.Answer((5, 1), "a", "stop", 2)
+
+
+def test_an_answer_that_is_there_when_the_breaker_opens_is_kept(monkeypatch):
+    monkeypatch.setattr(server_module, "DOWN_AFTER", 1)
+    handed = []
+    assert "the server answers no more" in call(Scripted((1, GOOD), (0, GaveUp()), (9, GOOD)), handed.extend)
+    assert [prompt.key for prompt, _ in handed] == ["0"]
+
+
+def test_after_a_failed_write_nothing_more_is_written():
+    """It might end in half a line."""
+    calls = []
+
+    def fail(answered) -> None:
+        calls.append([prompt.key for prompt, _ in answered])
+        raise OSError(28, "No space left on device", "out.jsonl")
+
+    with pytest.raises(OSError, match="No space left"):
+        call(Scripted((0, GOOD), (1, GOOD), (1, GOOD), (9, GOOD)), fail)
+    assert calls == [["0"]] or calls == [["0", "1", "2"]]
+
+
 # ---- Servers that cannot be used ---------------------------------------------------------------------------------
 
 
@@ -311,6 +402,14 @@ def test_nobody_listens(folder, tmp_path):
         url = server.url
     with pytest.raises(ValueError, match=r"cannot be reached .* is it running"):
         Server.connect(ServerSettings(url, retry=QUICK), folder)
+
+
+def test_a_server_on_this_machine_is_asked_without_the_proxy(folder, monkeypatch):
+    with CompletionServer() as gone:
+        monkeypatch.setenv("HTTP_PROXY", gone.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with CompletionServer() as server:
+        assert Server.connect(ServerSettings(server.url, retry=QUICK), folder).model == "tiny"
 
 
 def test_the_model_is_named_or_the_only_one(folder):
@@ -373,7 +472,8 @@ def test_rows_of_another_source_are_not_mixed_in(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"url": "localhost:8000"}, "write it as http://"), ({"concurrency": 0}, "concurrency is 0"),
+    [({"url": "localhost:8000"}, "write it as http://"), ({"url": "http://h:p/v1"}, "Invalid port"),
+     ({"concurrency": 0}, "concurrency is 0"),
      ({"max_failed_share": 1.5}, "max_failed_share is 1.5"), ({"retry": Retry(attempts=0)}, "attempts is 0"),
      ({"retry": Retry(timeout_s=0)}, "timeout is 0")],
 )  # fmt: skip

@@ -196,6 +196,11 @@ def test_a_server_that_goes_away_leaves_the_prompts_it_wrote(folder, tmp_path):
         assert report.stopped_early == "the server answers no more: 3 prompts in a row were given up"
         assert len(texts_of(out)) == report.written == 20
         server.fault = lambda _prompt, _attempt: None
+        draws = [int(row["source"].removeprefix("self-prompt/")) for row in rows_of(out)]
+        server.requests.clear()
         report = write_prompts(answerer, out, 50)
+        new = [int(row["source"].removeprefix("self-prompt/")) for row in rows_of(out)][20:]
+        assert min(new) == max(draws) + 1  # no draw is made twice
+        assert len(server.requests) == report.written + report.left_out.total()
     assert (report.written, report.already_there, report.stopped_early) == (30, 20, None)
     assert len(set(texts_of(out))) == 50

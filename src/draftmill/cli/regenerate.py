@@ -14,6 +14,7 @@ from draftmill.config.load import ConfigError
 if TYPE_CHECKING:
     from draftmill.target.answers import Answerer
     from draftmill.target.regenerate import RegenerateReport
+    from draftmill.target.server import ServerSettings
 
 STOPPED_EARLY = 3
 _SERVER_ONLY = ("model", "concurrency", "timeout", "attempts", "max_failed_share", "api_key")
@@ -26,7 +27,7 @@ def regenerate(
     out: Annotated[Path, typer.Option("--out", dir_okay=False, metavar="FILE", help="JSONL file to write.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[INPUT...]", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
+        typer.Argument(metavar="INPUT", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
     ] = None,
     self_prompt: Annotated[
         int | None,
@@ -73,28 +74,30 @@ def regenerate(
     Rows are appended as they are done. After an interruption the same command goes on where it stopped; exit code 3
     says that rows are left.
     """
-    _check_usage(context, prompts, self_prompt, server, top_p)
+    from draftmill.target.answers import Sampling
+
+    _check_usage(context, prompts, self_prompt, server)
+    try:
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    asked = _server_settings(server, model, concurrency, attempts, timeout, max_failed_share, api_key)
     options = parse_template_options(template_option)
     folder = target_folder(target)
     _check_template_options(folder, options)
     from draftmill.cli.display import Display
-    from draftmill.target.answers import Sampling
     from draftmill.target.regenerate import regenerate
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answerer: Answerer
-    if server is None:
+    if asked is None:
         from draftmill.target.embedded import Embedded
         from draftmill.target.model import Target
 
         answerer = Embedded(Target.load(folder, dtype, device, (0,)), batch_size)
     else:
-        from draftmill.target.completions import Retry
-        from draftmill.target.server import Server, ServerSettings
+        from draftmill.target.server import Server
 
-        retry = Retry(attempts=attempts, timeout_s=timeout)
-        settings = ServerSettings(server, model, concurrency, retry, max_failed_share, api_key)
-        answerer = Server.connect(settings, folder, options)
+        answerer = Server.connect(asked, folder, options)
     inputs: list[str | Path] = [*(prompts or [])]
     try:
         if self_prompt is not None:
@@ -108,7 +111,7 @@ def regenerate(
 
 
 def _check_usage(
-    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None, top_p: float
+    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None
 ) -> None:
     """Raises BadParameter for what cannot be meant."""
     from draftmill.text.sources import check_source
@@ -122,12 +125,6 @@ def _check_usage(
         raise typer.BadParameter("no prompts: name inputs, or give --self-prompt COUNT", param_hint="INPUT")
     if prompts and self_prompt is not None:
         raise typer.BadParameter("give either inputs or --self-prompt, not both", param_hint="--self-prompt")
-    if not 0 < top_p <= 1:
-        raise typer.BadParameter(
-            f"{top_p} is no share of probability: use a value above 0, up to 1", param_hint="--top-p"
-        )
-    if server is not None and not server.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{server!r}: write it as http://HOST:PORT/v1", param_hint="--server")
     foreign, why = (
         (_SERVER_ONLY, "needs --server") if server is None else (_EMBEDDED_ONLY, "is the server's own matter")
     )
@@ -136,6 +133,28 @@ def _check_usage(
         if source is not None and source.name == "COMMANDLINE":
             option = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"{option} {why}: remove it", param_hint=option)
+
+
+def _server_settings(
+    url: str | None,
+    model: str | None,
+    concurrency: int,
+    attempts: int,
+    timeout_s: float,
+    max_failed_share: float,
+    api_key: str | None,
+) -> ServerSettings | None:
+    """None without a server. Raises BadParameter for an address that is none, or a key that cannot be sent."""
+    if url is None:
+        return None
+    from draftmill.target.completions import Retry
+    from draftmill.target.server import ServerSettings
+
+    retry = Retry(attempts=attempts, timeout_s=timeout_s)
+    try:
+        return ServerSettings(url, model, concurrency, retry, max_failed_share, api_key)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--server") from None
 
 
 def _check_template_options(folder: Path, options: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ class Prompt:
     token_ids: list[int]
     messages: list[dict[str, Any]]  # what the ids were rendered from
     rendered_with: dict[str, Any] = field(default_factory=dict)  # of RENDERED_WITH, those the row has
+    wanted: bool = True  # False: answered already, and here only because batches are planned with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,6 @@ class Answer:
 
 
 Answered = Sequence[tuple[Prompt, Answer]]
-IsWanted = Callable[[Prompt], bool]  # called once for each prompt
 OnAnswers = Callable[[Answered], None]
 OnRefusal = Callable[[Prompt, str, str], None]  # (prompt, reason in one word, detail)
 OnProgress = Callable[[int, int], None]  # (prompts ended since the call began, tokens generated since then)
@@ -83,12 +83,14 @@ class Answerer(Protocol):
     @property
     def context_length(self) -> int | None: ...  # tokens of prompt and answer together; None: not known
 
+    @property
+    def plans_with_answered(self) -> bool: ...  # it is given prompts that are answered already, too
+
     def made_by(self) -> dict[str, Any]: ...  # what must stay the same within one file, JSON values only
 
     def answer(
         self,
         prompts: Iterable[Prompt],
-        is_wanted: IsWanted,
         sampling: Sampling,
         on_answers: OnAnswers,
         on_refusal: OnRefusal,
@@ -128,15 +130,16 @@ class AnswerFile:
         for file in self._files.values():
             file.close()
 
-    def place_of(self, prompt: Prompt) -> Place | None:
-        """Where the prompt's answer is. Raises ValueError if another prompt was answered under its key."""
+    def place_of(
+        self, key: str, messages: Sequence[Mapping[str, Any]], rendered_with: Mapping[str, Any]
+    ) -> Place | None:
+        """Where the answer to a `Prompt` of these is. Raises ValueError if another prompt was answered under `key`."""
         for place, written in self._prompts.items():
-            if prompt.key not in written:
+            if key not in written:
                 continue
-            if written[prompt.key] != _digest(prompt.messages, prompt.rendered_with):
+            if written[key] != _digest(messages, rendered_with):
                 raise ValueError(
-                    f"{self._path(place)} answers another prompt for {prompt.key}: "
-                    "the prompts changed, use a new output file"
+                    f"{self._path(place)} answers another prompt for {key}: the prompts changed, use a new output file"
                 )
             return place
         return None

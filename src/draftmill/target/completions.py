@@ -130,7 +130,7 @@ class Completions:
 
     async def _repeat(self, attempt: Callable[[], Awaitable[T]]) -> T:
         for number in range(1, self.retry.attempts + 1):
-            await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
+            await self._pause()
             try:
                 return await attempt()
             except _Again as failure:
@@ -143,6 +143,11 @@ class Completions:
             if number < self.retry.attempts:
                 await asyncio.sleep(self.retry.wait_s(number))
         raise GaveUp(f"{self.retry.attempts} attempts, the last: {last}") from None
+
+    async def _pause(self) -> None:
+        """Until the time that the server asked for, and then each at a moment of its own, so that none come as one."""
+        while (left_s := self._paused_until - time.monotonic()) > 0:
+            await asyncio.sleep(left_s + random.uniform(0.0, min(left_s, self.retry.first_wait_s)))
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """The JSON object of a good reply."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from draftmill.target.answers import Answer, IsWanted, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
+from draftmill.target.answers import Answer, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
 from draftmill.target.generate import Response, generate
 from draftmill.target.model import Target
 
@@ -19,6 +19,8 @@ SORTED_BATCHES = 16  # prompts of this many batches are sorted by length togethe
 
 class Embedded:
     """An `Answerer`. See there for what its methods promise."""
+
+    plans_with_answered = True
 
     def __init__(self, target: Target, batch_size: int = 64) -> None:
         if batch_size < 1:
@@ -33,7 +35,6 @@ class Embedded:
     def answer(
         self,
         prompts: Iterable[Prompt],
-        is_wanted: IsWanted,
         sampling: Sampling,
         on_answers: OnAnswers,
         on_refusal: OnRefusal,
@@ -42,16 +43,15 @@ class Embedded:
         show = on_progress or (lambda _ended, _tokens: None)
         generated = 0
         for batch in self._batches(prompts):
-            wanted = [is_wanted(prompt) for prompt in batch]
-            if any(wanted):
-                responses = self._generate(batch, sampling, sum(wanted), generated, show)
+            wanted = sum(prompt.wanted for prompt in batch)
+            if wanted:
+                responses = self._generate(batch, sampling, wanted, generated, show)
                 generated += sum(len(response.token_ids) for response in responses)
-                pairs = zip(batch, responses, wanted, strict=True)
                 on_answers(
                     [
                         (prompt, Answer.from_ids(response.token_ids, self.tokenizer, self.stop_ids))
-                        for prompt, response, want in pairs
-                        if want
+                        for prompt, response in zip(batch, responses, strict=True)
+                        if prompt.wanted
                     ]
                 )
             show(0, generated)

@@ -1,9 +1,10 @@
 """Training data: the target's own answers to the prompts of JSONL files.
 
-    read -> render -> answer -> append
+    count -> read -> render -> answer -> append
 
 Each input row ends exactly once: as one output line, or refused with a counted reason. What is in the file already is
-not answered again. Who answers is an `Answerer`: the target in this process (`embedded.py`), or a server (`server.py`).
+not answered again. Inputs are read twice, first to count their rows: so the rows themselves are never all in memory.
+Who answers is an `Answerer`: the target in this process (`embedded.py`), or a server (`server.py`).
 """
 
 from __future__ import annotations
@@ -66,12 +67,10 @@ def regenerate(
     """
     renderer = Renderer(answerer.tokenizer, template_options, stop_ids=answerer.stop_ids)
     settings = {**asdict(sampling), "template_options": dict(template_options or {}), **answerer.made_by()}
-    job = _Job(answerer, renderer, sampling, progress)
+    job = _Job([Path(path) for path in prompts], answerer, renderer, sampling, progress)
     with AnswerFile(Path(out), settings) as job.file:
-        rows = list(job.read([Path(path) for path in prompts]))
-        job.report.stopped_early = answerer.answer(
-            job.rendered(rows), job.is_wanted, sampling, job.take, job.refuse_prompt, job.show
-        )
+        job.count()
+        job.report.stopped_early = answerer.answer(job.rendered(), sampling, job.take, job.refuse_prompt, job.show)
     job.show(0, job.shown[2])
     return job.report
 
@@ -80,6 +79,7 @@ def regenerate(
 class _Job:
     """What one call keeps count of."""
 
+    paths: list[Path]
     answerer: Answerer
     renderer: Renderer
     sampling: Sampling
@@ -88,47 +88,60 @@ class _Job:
     shown: tuple[int, int, int] = (0, 0, 0)
     file: AnswerFile = field(init=False)
 
-    def read(self, paths: list[Path]) -> Iterator[tuple[str, Conversation]]:
-        """(key, conversation that ends before the answer to write)."""
-        names = [path.name for path in paths]
+    def count(self) -> None:
+        names = [path.name for path in self.paths]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"prompt files share the name {twice[0]}, by which rows are told apart: rename one")
-        for path in paths:
+        for _, row in self.read():
+            self.report.rows += 1
+            if isinstance(row, Refused):
+                self.refuse(row.reason, str(row))
+
+    def read(self) -> Iterator[tuple[str, Conversation | Refused]]:
+        """(key, conversation that ends before the answer to write)."""
+        for path in self.paths:
             for row in read_questions(path):
-                self.report.rows += 1
-                if isinstance(row, Refused):
-                    self.refuse(row.reason, str(row))
-                    continue
                 yield f"{path.name}:{row.source.line}", row
 
-    def rendered(self, rows: list[tuple[str, Conversation]]) -> Iterator[Prompt]:
+    def rendered(self) -> Iterator[Prompt]:
         """In the order of the rows, those without a rendering or too long left out."""
-        limit = self.answerer.context_length
-        for key, conversation in rows:
-            try:
-                ids = self.renderer.prompt_ids(conversation)
-            except RowProblem as problem:
-                refused = problem.at(conversation.source)
-                self.refuse(refused.reason, str(refused))
+        for key, row in self.read():
+            if isinstance(row, Refused):
                 continue
-            if limit is not None and len(ids) + self.sampling.max_new_tokens > limit:
-                self.refuse(
-                    "prompt_too_long",
-                    f"{key}: {len(ids)} prompt tokens and up to {self.sampling.max_new_tokens} of the answer, "
-                    f"the target holds {limit}",
-                )
-                continue
-            own = zip(RENDERED_WITH, (list(conversation.tools), dict(conversation.template_options)), strict=True)
-            messages = [message.fields() for message in conversation.messages]
-            yield Prompt(key, ids, messages, {name: value for name, value in own if value})
+            messages = [message.fields() for message in row.messages]
+            own = zip(RENDERED_WITH, (list(row.tools), dict(row.template_options)), strict=True)
+            rendered_with = {name: value for name, value in own if value}
+            wanted = self.is_wanted(key, messages, rendered_with)
+            if not wanted and not self.answerer.plans_with_answered:
+                continue  # rendering is most of the work on a row that is there
+            ids = self.prompt_ids(key, row, wanted)
+            if ids is not None:
+                yield Prompt(key, ids, messages, rendered_with, wanted)
 
-    def is_wanted(self, prompt: Prompt) -> bool:
-        place = self.file.place_of(prompt)
+    def is_wanted(self, key: str, messages: list[dict[str, Any]], rendered_with: dict[str, Any]) -> bool:
+        place = self.file.place_of(key, messages, rendered_with)
         if place == "written":
             self.report.already_there += 1
         elif place == "empty":
             self.report.refused["empty_response"] += 1
         return place is None
+
+    def prompt_ids(self, key: str, row: Conversation, wanted: bool) -> list[int] | None:
+        """None where there are none: then the row, if it is wanted, has been refused."""
+        limit, most = self.answerer.context_length, self.sampling.max_new_tokens
+        try:
+            ids = self.renderer.prompt_ids(row)
+        except RowProblem as problem:
+            refused = problem.at(row.source)
+            reason, detail = str(refused.reason), str(refused)
+        else:
+            if limit is None or len(ids) + most <= limit:
+                return ids
+            reason = "prompt_too_long"
+            detail = f"{key}: {len(ids)} prompt tokens and up to {most} of the answer, the target holds {limit}"
+        if wanted:
+            self.refuse(reason, detail)
+        return None
 
     def take(self, answered: Answered) -> None:
         self.file.append(answered)

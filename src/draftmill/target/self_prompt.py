@@ -113,7 +113,7 @@ def write_prompts(
             collection.next_draw += min(ROUND, max(collection.missing, LEAST_ROUND))
             prompts = [Prompt(f"{_KEY}{draw}", prefix, []) for draw in range(first, collection.next_draw)]
             report.stopped_early = answerer.answer(
-                prompts, lambda _prompt: True, sampling, collection.take, collection.refuse, collection.show
+                prompts, sampling, collection.take, collection.refuse, collection.show
             )
             collection.tokens = collection.tokens_shown
     return collection.report

@@ -20,13 +20,14 @@ from typing import Any
 
 import httpx
 
-from draftmill.target.answers import Answer, IsWanted, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
+from draftmill.target.answers import Answer, OnAnswers, OnProgress, OnRefusal, Prompt, Sampling
 from draftmill.target.completions import Completions, GaveUp, PromptRefused, Retry, ServerUnusable, difference
 from draftmill.target.loading import identity, load_tokenizer, stop_ids
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # never by way of the environment's proxy
 DOWN_AFTER = 3  # prompts given up in a row, each after all its attempts, while no other was answered
 SHARE_FROM = 20  # prompts ended before the share of failed ones says anything
 TEMPLATE_PROBE = [
@@ -46,8 +47,15 @@ class ServerSettings:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"server is {self.url}: write it as http://HOST:PORT/v1")
+        try:
+            url = httpx.URL(self.url)
+            fault = "" if url.scheme in ("http", "https") and url.host else "it is no http address"
+        except httpx.InvalidURL as error:
+            fault = str(error)
+        if fault:
+            raise ValueError(f"server is {self.url} ({fault}): write it as http://HOST:PORT/v1")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key has characters that no HTTP header carries, perhaps a line end: give it anew")
         if self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: use at least 1")
         if self.retry.attempts < 1:
@@ -99,6 +107,8 @@ class _Stop(Exception):
 
 class Server:
     """An `Answerer`. See there for what its methods promise. Use `Server.connect`."""
+
+    plans_with_answered = False
 
     def __init__(self, settings: ServerSettings, target: Path, model: str, model_length: int | None) -> None:
         from transformers import AutoConfig
@@ -156,14 +166,12 @@ class Server:
     def answer(
         self,
         prompts: Iterable[Prompt],
-        is_wanted: IsWanted,
         sampling: Sampling,
         on_answers: OnAnswers,
         on_refusal: OnRefusal,
         on_progress: OnProgress | None = None,
     ) -> str | None:
-        wanted = (prompt for prompt in prompts if is_wanted(prompt))
-        return asyncio.run(self._answer(wanted, sampling, on_answers, on_refusal, on_progress))
+        return asyncio.run(self._answer(iter(prompts), sampling, on_answers, on_refusal, on_progress))
 
     async def _answer(
         self,
@@ -254,6 +262,7 @@ class _Call:
 async def _open(settings: ServerSettings) -> Any:
     async with httpx.AsyncClient(
         base_url=settings.url.rstrip("/") + "/",
+        trust_env=httpx.URL(settings.url).host not in LOOPBACK,
         headers={"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {},
         timeout=httpx.Timeout(settings.retry.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
         limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
