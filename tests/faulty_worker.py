@@ -1,5 +1,5 @@
-"""A worker that fails as FAULT says. On one document its target may die, hang-once, give nan or garbage-once, or be
-slow on all; hang-drafter-once is the drafter's; no-pickle ends a worker that unpickles anything.
+"""A worker that fails as FAULT says. On one document its target may die, hang-once, hang-9s, give nan or garbage-once,
+be slow on all or raise on all; hang-drafter-once is the drafter's; no-pickle ends a worker that unpickles anything.
 
     python faulty_worker.py FAULT DOCUMENT_IDS MARKER ROLE INDEX FD RUN_DIR OPTIONS
 
@@ -31,6 +31,8 @@ def main() -> int:
     original = Target.features
 
     def features(self, token_ids, lengths):
+        if fault == "raise":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         for index, tokens in enumerate(token_ids.split(list(lengths))):
             if tokens.tolist() != document:
                 continue
@@ -41,10 +43,17 @@ def main() -> int:
             if fault == "hang-once" and marker.exists():
                 marker.unlink()
                 time.sleep(600)
+            if fault == "hang-9s" and marker.exists():
+                end = float(marker.read_text() or time.time() + 9)
+                marker.write_text(str(end))  # for whoever is given the pack as well
+                time.sleep(max(0.0, end - time.time()))
             if fault == "garbage-once" and marker.exists():
                 marker.unlink()
                 os.write(int(sys.argv[6]), b"\x14\0\0\0\0" + b"no record at all....")
         if fault == "slow":
+            marker.with_name(f"{marker.name}.{os.getpid()}").touch()
+            while len(list(marker.parent.glob(f"{marker.name}.*"))) < 3:  # nobody begins before all three are there
+                time.sleep(0.05)
             time.sleep(0.1)
         return original(self, token_ids, lengths)
 

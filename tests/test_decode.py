@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from decode_helpers import EOS, LAYOUTS, PROMPTS, SPEC, make_target
 from drafter_helpers import make_drafter
 from draftmill.evaluate import verifier as verifier_module
-from draftmill.evaluate.cache import RaggedCache
 from draftmill.evaluate.decode import draft_and_verify, matching_prefix, plain_greedy
 from draftmill.evaluate.verifier import Verifier
+from draftmill.target.cache import RaggedCache
 
 NEW = 20
 

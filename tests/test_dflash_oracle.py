@@ -15,8 +15,9 @@ import torch
 
 from decode_helpers import EOS, LAYOUTS, PROMPTS, SPEC, make_target, overfit
 from drafter_helpers import make_documents, make_drafter, make_pack
-from draftmill.drafter.attention import attend_blocks
+from draftmill.drafter.attention import layer_masks
 from draftmill.drafter.blocks import make_blocks
+from draftmill.drafter.forward import network
 from draftmill.drafter.pack import to_device
 from draftmill.evaluate.acceptance import measure
 from draftmill.evaluate.decode import draft_and_verify, plain_greedy
@@ -237,12 +238,6 @@ def test_training_slots_equal_the_packages_slots(tmp_path, layout):
 
 
 def _training_hidden(drafter, pack, blocks, features, slots):
-    context, context_rope = drafter.project(features), drafter.rope(pack.positions)
-
-    def join(layer, keys, values):
-        context_keys, context_values = drafter.context_kv(layer, context, context_rope)
-        return torch.cat((context_keys, keys), dim=-2), torch.cat((context_values, values), dim=-2)
-
-    attend = attend_blocks(drafter.spec, blocks.layout)
-    rope = drafter.rope(blocks.positions.flatten())
-    return drafter.blocks(slots.flatten(0, 1), rope, join, attend).unflatten(0, blocks.positions.shape)
+    ropes = drafter.rope(pack.positions), drafter.rope(blocks.positions.flatten())
+    masks = layer_masks(drafter.spec, blocks.layout)
+    return network(drafter, features, slots.flatten(0, 1), *ropes, masks).unflatten(0, blocks.positions.shape)

@@ -158,7 +158,7 @@ def test_frozen_head_gradient_equals_autograd(monkeypatch, quirks):
     hidden = torch.randn(11, SPEC.hidden_size, generator=generator, requires_grad=True)
     labels = torch.randint(0, SPEC.vocab_size, (11,), generator=generator)
     weight = torch.rand(11, generator=generator)
-    cross_entropy, hit = objective.FrozenHeadCrossEntropy.apply(hidden, vocabulary, labels)
+    cross_entropy, hit = objective.FrozenHeadCrossEntropy.apply(hidden, vocabulary, labels, objective.chunk_terms)
     (weight * cross_entropy).sum().backward()
     ours, hidden.grad = hidden.grad, None
 

@@ -59,11 +59,14 @@ def test_one_exchange_adds_up_gradients_and_sums():
 def test_updates_equal_adamw_by_hand():
     """Gradients are sums: divided by the denominator, clipped by their joint norm; norms are not decayed."""
     ours = module()
-    optimizer = optimizer_of(ours)
+    gradients = FlatGradients(ours, 1)
+    optimizer = Optimizer(ours, gradients, CONFIG)
     weights = {n: p.detach().double().clone() for n, p in ours.named_parameters()}
     first, second = ({n: torch.zeros_like(w) for n, w in weights.items()} for _ in range(2))
     for t in range(1, 4):
         gradient = {n: torch.randn(w.shape, dtype=torch.float64) * 9 for n, w in weights.items()}
+        gradients.begin()
+        assert all(not p.grad.any() for p in ours.parameters())
         for n, p in ours.named_parameters():
             p.grad.add_(gradient[n].float())
         update = optimizer.update(torch.tensor(5.0), torch.tensor(3.0), 0.1 / t)
@@ -77,7 +80,6 @@ def test_updates_equal_adamw_by_hand():
             w *= 1 - 0.1 / t * (0.05 if n == "matrix" else 0)
             w -= 0.1 / t * (first[n] / (1 - 0.8**t)) / ((second[n] / (1 - 0.9**t)).sqrt() + 1e-6)
             torch.testing.assert_close(dict(ours.named_parameters())[n].detach().double(), w, rtol=1e-5, atol=1e-6)
-        assert all(not p.grad.any() for p in ours.parameters())
 
 
 @pytest.mark.parametrize(

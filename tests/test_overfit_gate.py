@@ -13,6 +13,8 @@ from draftmill.config.load import load_config
 from draftmill.run.evaluation import EvaluationSettings, evaluate_pair, load_pair
 from draftmill.run.exporting import export_drafter, verify_export
 from draftmill.run.training import run_training
+from draftmill.target.answers import Sampling
+from draftmill.target.embedded import Embedded
 from draftmill.target.model import Target
 from draftmill.target.regenerate import regenerate
 from draftmill.text.prepare import PrepareOptions, prepare
@@ -40,7 +42,7 @@ def test_a_memorised_conversation_is_drafted_in_full_blocks(tmp_path):
     prompts, chats = tmp_path / "prompts.jsonl", tmp_path / "chats.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "oak ash elm"}]}) + "\n")
     target = Target.load(target_folder, "float32", "cpu", (1, 3))
-    regenerate(target, [prompts], chats, max_new_tokens=NEW_TOKENS)
+    regenerate(Embedded(target), [prompts], chats, Sampling(NEW_TOKENS))
     options = PrepareOptions(stop_ids=target.stop_ids, vocab_size=VOCAB, mask_token_id=tiny_models.UNUSED)
     prepare([chats], tiny_models.tiny_tokenizer(), tmp_path / "data", options)
 

@@ -14,10 +14,9 @@ from draftmill.text.dataset import PreparedDataset
 from draftmill.text.dataset_writer import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
 from draftmill.text.packing import PackStream
-from draftmill.text.prepare import PrepareOptions, prepare
+from draftmill.text.prepare import PrepareError, PrepareOptions, Progress, prepare
 from draftmill.text.refusals import RowError
 from draftmill.text.render import TokenRow
-from draftmill.text.summary import PrepareError, Progress
 from text_helpers import CHATML, byte_tokenizer, record, run_python, supervised_texts, write_lines
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<unused0>"]
@@ -190,11 +189,16 @@ def test_input_files_are_checked_first(tmp_path, tokenizer):
 # On disk
 
 
-def write(folder, rows, batch=None, **more) -> PreparedDataset:
+def block(ids, spans, line) -> RowBlock:
+    return RowBlock.of([(TokenRow(np.array(ids, dtype=np.int32), spans), 0, line)])
+
+
+def write(folder, rows, batch=100, **more) -> PreparedDataset:
+    """A record batch every `batch` rows."""
     with DatasetWriter(folder, **more) as writer:
         for i, (ids, spans) in enumerate(rows):
-            writer.add(RowBlock.of([(TokenRow(np.array(ids, dtype=np.int32), spans), 0, i + 1)]))
-            if batch and (i + 1) % batch == 0:
+            writer.add(block(ids, spans, i + 1))
+            if (i + 1) % batch == 0:
                 writer.checkpoint({})
         writer.commit({"target": {"tokenizer_hash": "t1"}, "sources": [{"path": "x"}]})
     return PreparedDataset.open(folder)
@@ -267,9 +271,12 @@ def test_half_written_folders_say_so(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         PreparedDataset.open(tmp_path / "d")
     killed = (
-        "import os, sys\n"
+        "import os, sys, numpy as np\n"
+        "from draftmill.text.block import RowBlock\n"
         "from draftmill.text.dataset_writer import DatasetWriter\n"
+        "from draftmill.text.render import TokenRow\n"
         "writer = DatasetWriter(sys.argv[1])\n"
+        "writer.add(RowBlock.of([(TokenRow(np.arange(4, dtype=np.int32), ((0, 4),)), 0, 1)]))\n"
         "os._exit(9)\n"
     )
     assert run_python(killed, str(tmp_path / "d")).returncode == 9
@@ -289,7 +296,7 @@ def test_two_writers_never_share_a_folder(tmp_path):
     with DatasetWriter(tmp_path / "d") as first:
         with pytest.raises(ValueError, match="another process is writing"):
             DatasetWriter(tmp_path / "d")
-        first.add(RowBlock.of([(TokenRow(np.arange(4, dtype=np.int32), ((0, 4),)), 0, 1)]))
+        first.add(block(range(4), ((0, 4),), 1))
         first.commit({})
     assert len(PreparedDataset.open(tmp_path / "d")) == 1
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftmill.target.generate import PositionCache, Sampling, _choose, generate
+from draftmill.target.answers import Sampling
+from draftmill.target.cache import RaggedCache
+from draftmill.target.generate import _choose, generate
 from draftmill.target.model import Target
 from tiny_models import VOCAB, tiny_llama, tiny_mistral, tiny_qwen3, tiny_tokenizer
 
@@ -27,10 +29,9 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def step(target: Target, cache: PositionCache, tokens: torch.Tensor, positions: torch.Tensor):
-    cache.place(positions)
-    mask = (torch.arange(cache.visible) <= positions[..., None])[:, None]
-    return target.forward(tokens, positions, cache, mask)
+def step(target: Target, cache: RaggedCache, tokens: torch.Tensor, positions: torch.Tensor):
+    cache.place(positions, positions[:, 0].tolist())
+    return target.forward(tokens, positions, cache, cache.visible())
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -45,7 +46,7 @@ def test_cached_steps_equal_one_pass_over_the_text(build):
             logits = target.model(input_ids=ids[None], use_cache=False).logits[0]
         expected.append((logits, target.features(ids, [len(row)])))
 
-    cache = PositionCache(40)
+    cache = RaggedCache(40)
     starts = torch.tensor([12, 5])  # the second row's prompt is shorter: padded behind, never seen
     tokens = torch.tensor([rows[0][:12], rows[1][:5] + [9] * 7])
     seen = [step(target, cache, tokens, torch.arange(12).expand(2, -1))]

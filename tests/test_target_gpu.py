@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftmill.target.generate import PositionCache, Sampling, generate
+from draftmill.target.answers import Sampling
+from draftmill.target.cache import RaggedCache
+from draftmill.target.generate import generate
 from draftmill.target.model import Target
 from tiny_models import HIDDEN, VOCAB, save_tiny, tiny_llama, tiny_mistral, tiny_qwen3
 
@@ -25,10 +27,9 @@ def test_target_on_a_gpu(tmp_path, build, dtype):
     assert torch.equal(features[:, :HIDDEN], output.hidden_states[2][0])
     assert torch.equal(target.model.model.norm(features[:, 2 * HIDDEN :]), output.hidden_states[-1][0])
 
-    cache, positions = PositionCache(60), torch.arange(50, device="cuda")[None]
-    cache.place(positions)
-    mask = (torch.arange(50, device="cuda") <= positions[..., None])[:, None]
-    logits, again = target.forward(ids[None].cuda(), positions, cache, mask)
+    cache, positions = RaggedCache(60), torch.arange(50, device="cuda")[None]
+    cache.place(positions, [0])
+    logits, again = target.forward(ids[None].cuda(), positions, cache, cache.visible())
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == "float32" else {"rtol": 5e-2, "atol": 5e-2}
     torch.testing.assert_close(logits, output.logits, **tolerance)
     torch.testing.assert_close(again[0], features, **tolerance)

@@ -17,8 +17,9 @@ def layouts(draw):
     anchors = sorted(draw(st.sets(st.integers(0, total - 1), min_size=1, max_size=40)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     block_size = draw(st.sampled_from([4, 7, 10, 16]))
-    start = torch.tensor([max(s for s in starts if s <= a) for a in anchors])
-    layout = BlockLayout.of(torch.tensor(anchors), start, total, block_size)
+    start = [max(s for s in starts if s <= a) for a in anchors]
+    inert = [total] * draw(st.integers(0, 20))  # places left over where sizes are fixed
+    layout = BlockLayout.of(torch.tensor(anchors + inert), torch.tensor(start + inert), total, block_size)
     window = draw(st.sampled_from([None, block_size, 60, 300]))
     return layout, LayerRule(window, draw(st.booleans()), block_size)
 
@@ -41,6 +42,21 @@ def test_tiles_equal_the_dense_rule(case):
             assert not every[i, j] or bool(whole), "an invisible pair would be seen"
             if (j + 1) * TILE <= layout.context_rows and whole:
                 assert every[i, j]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_tables_of_forward_and_backward_list_the_same_tiles(case):
+    """Row by row what `tile_tables` says, chosen tiles first; contiguous, as the kernels take for granted."""
+    tables = dict(zip(("", "full_"), tile_tables(*case), strict=True))
+    mask = block_mask(*case)
+    for kind, table in tables.items():
+        for side, wanted in (("kv", table), ("q", table.T)):
+            count = getattr(mask, f"{kind}{side}_num_blocks")
+            order = getattr(mask, f"{kind}{side}_indices")
+            assert count.is_contiguous() and order.is_contiguous() and order.dtype == count.dtype == torch.int32
+            for row, found, number in zip(wanted, order[0, 0], count[0, 0].tolist(), strict=True):
+                assert found[:number].tolist() == row.nonzero().flatten().tolist()
 
 
 def test_flex_attention_with_these_tiles_equals_dense_attention():

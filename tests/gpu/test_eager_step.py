@@ -80,14 +80,18 @@ def test_loss_and_gradients_equal_the_dense_path(layout):
     spec = wide(ALL_LAYOUTS[layout])
     drafters = make_drafter(spec, std=0.1), make_drafter(spec, std=0.1).cuda()
     vocabulary = make_vocabulary(spec)
-    steps = [EagerStep(d, on(d.fc.weight.device, vocabulary), CONFIG, 4.0) for d in drafters]
+    flats = [FlatGradients(d, spec.block_size - 1) for d in drafters]
+    steps = [
+        EagerStep(d, on(d.fc.weight.device, vocabulary), CONFIG, 4.0, flat)
+        for d, flat in zip(drafters, flats, strict=True)
+    ]
     for seed in range(12):
         pack, features = random_case(seed, spec)
         sums = []
-        for drafter, step in zip(drafters, steps, strict=True):
-            drafter.zero_grad()
+        for drafter, step, flat in zip(drafters, steps, flats, strict=True):
+            flat.stale = True
             device = drafter.fc.weight.device
-            sums.append(step(to_device(pack, device), features.to(device)))
+            sums.append(step(pack, features.to(device)))
         torch.testing.assert_close(sums[0].numerator, sums[1].numerator.cpu(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(sums[0].denominator, sums[1].denominator.cpu(), rtol=1e-5, atol=1e-5)
         for (name, ours), theirs in zip(drafters[0].named_parameters(), drafters[1].parameters(), strict=True):
@@ -99,11 +103,11 @@ def test_no_host_synchronisation_inside_a_micro_step_and_an_update():
     """Case 79."""
     spec = wide(ALL_LAYOUTS["mixed"])
     drafter = make_drafter(spec, std=0.1).cuda()
-    step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), CONFIG, 4.0)
     gradients = FlatGradients(drafter, spec.block_size - 1)
+    step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), CONFIG, 4.0, gradients)
     optimizer = Optimizer(drafter, gradients, CONFIG)
     cases = [random_case(seed, spec) for seed in range(12)]
-    packs = [(to_device(pack, "cuda"), features.cuda()) for pack, features in cases]
+    packs = [(pack, features.cuda()) for pack, features in cases]
     for i, (pack, features) in enumerate(packs):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if i >= 6 else "default")  # the first ones compile
@@ -120,13 +124,13 @@ def test_memory_is_flat_and_nothing_recompiles_over_2000_changing_shapes():
     spec = wide(ALL_LAYOUTS["mixed"])
     drafter = make_drafter(spec, std=0.1).cuda()
     config = TrainConfig(steps=10, lr=1e-3, dtype="bfloat16")
-    step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), config, 4.0)
     gradients = FlatGradients(drafter, spec.block_size - 1)
+    step = EagerStep(drafter, on("cuda", make_vocabulary(spec)), config, 4.0, gradients)
     optimizer = Optimizer(drafter, gradients, config)
     seen, compiled = {}, {}
     for index in range(2000):
         pack, features = random_case(index, spec, most=400)
-        sums = step(to_device(pack, "cuda"), features.cuda().bfloat16())
+        sums = step(pack, features.cuda().bfloat16())
         sums = gradients.exchange(sums, Alone())
         update = optimizer.update(sums.numerator, sums.denominator, 1e-4)
         if index in (199, 999, 1999):

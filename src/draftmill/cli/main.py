@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from draftmill import __version__
-from draftmill.cli import doctor, evaluate, export, init, prepare, regenerate, train
+from draftmill.cli import bench, doctor, evaluate, export, init, prepare, regenerate, train
 from draftmill.config.load import ConfigError
 
 FAILED, BAD_USAGE, STOPPED_EARLY = 1, 2, 3
@@ -36,6 +36,7 @@ for _command in (
     doctor.doctor,
 ):
     app.command()(_command)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,10 +17,17 @@ if TYPE_CHECKING:
 
 def prepare(
     conversations: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, metavar="FILE...", help="JSONL files.")
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="JSONL, Parquet or Arrow files, dataset folders, hub:OWNER/NAME."),
     ],
     target: TargetPath,
-    out: Annotated[Path, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")
+    ] = None,
+    explain: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Write nothing; show row N of SOURCE and what is learnt of it."),
+    ] = None,
     turns: Annotated[
         Literal["all", "last"], typer.Option(help="Learn from every assistant turn, or from the last only.")
     ] = "all",
@@ -44,10 +52,14 @@ def prepare(
       draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
       draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
       draftmill prepare more.jsonl --target TARGET --out data/prepared --append
+      draftmill prepare chats.parquet hub:owner/name:train --target TARGET --out data/prepared
+      draftmill prepare chats.jsonl --target TARGET --explain 17
 
-    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. The
-    responses should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template,
-    and only tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or another of
+    the forms in docs/data.md. The responses should be the target's own: see draftmill regenerate. Rows are rendered by
+    the target's chat template, and only tokens that the target generates are learnt. Bad rows are dropped, counted by
+    reason and named by line. --explain shows the row of a line, what is learnt in colour, or in white square
+    brackets where the output is not a terminal.
 
     An interrupted prepare goes on where it was when the same command is given again. The dataset does not depend on the
     number of workers or on interruptions.
@@ -56,6 +68,7 @@ def prepare(
     the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
     """
     options = template_options(template_option)
+    _check_sources(conversations, explain, out)
     folder = target_folder(target)
     from transformers import AutoTokenizer
 
@@ -77,6 +90,9 @@ def prepare(
         append=append,
         workers=workers,
     )
+    if explain is not None or out is None:
+        typer.echo(_explanation(conversations[0], explain or 1, tokenizer, settings))
+        return
     with Display("read %") as display:
 
         def show(now: Progress) -> None:
@@ -90,6 +106,29 @@ def prepare(
             raise typer.Exit(1) from None
     _report(summary)
     typer.echo(f"wrote {out}")
+
+
+def _check_sources(sources: list[str], explain: int | None, out: Path | None) -> None:
+    from draftmill.text.sources import check_source
+
+    for source in sources:
+        try:
+            check_source(source)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="SOURCE") from None
+    if explain is None and out is None:
+        raise typer.BadParameter("name the dataset folder to write", param_hint="--out")
+    if explain is not None and len(sources) > 1:
+        raise typer.BadParameter(f"row {explain} of which source? Name one", param_hint="--explain")
+
+
+def _explanation(source: str, number: int, tokenizer: Any, settings: PrepareOptions) -> str:
+    from draftmill.text.explain import explain_row
+    from draftmill.text.prepare import renderer_of
+
+    return explain_row(
+        source, number, renderer_of(tokenizer, settings), settings.max_length, colour=sys.stdout.isatty()
+    )
 
 
 def _report(summary: Summary) -> None:

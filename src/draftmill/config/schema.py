@@ -184,6 +184,10 @@ class TrainConfig(Section):
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm of an optimizer step."""
 
+    step_mode: Literal["auto", "eager", "compile", "graph"] = "auto"
+    """How a step runs. auto: on a GPU the fastest of graph, compile and eager that equals eager on the first packs,
+    chosen once for the run; on a CPU eager. graph: the step as one CUDA graph. compile: compiled, with fixed shapes."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the drafter. Master weights and moments are float32 always."""
 

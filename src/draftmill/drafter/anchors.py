@@ -16,7 +16,8 @@ from draftmill.drafter.pack import DevicePack
 def draw_anchors(pack: DevicePack, seed: int) -> Tensor:
     """int64 [A] context rows in ascending order, A = `pack.anchors`. No host synchronisation.
 
-    The plan grants a document at most as many anchors as it has eligible positions, so exactly A are drawn.
+    The plan grants a document at most as many anchors as it has eligible positions, so all that it grants are drawn.
+    Where A is a fixed size above that, the places left over hold C, behind every row: inert anchors.
     """
     rows = torch.arange(len(pack.token_ids), device=pack.token_ids.device)
     draw = counter_hash.fold(
@@ -28,4 +29,5 @@ def draw_anchors(pack: DevicePack, seed: int) -> Tensor:
     rank = torch.empty_like(order)
     rank[order] = rows - pack.document_start[pack.document[order]]
     drawn = (rank < pack.document_anchors[pack.document]) & pack.eligible
-    return torch.where(drawn, rows, len(rows)).sort().values[: pack.anchors]
+    place = torch.where(drawn, drawn.cumsum(0) - 1, pack.anchors)  # behind the anchors for rows that are none
+    return rows.new_full((pack.anchors + 1,), len(rows)).scatter(0, place, rows)[: pack.anchors]

@@ -6,41 +6,46 @@ scale on a GPU. Q = A * B queries, K = C + Q keys, N query heads, G key/value he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.config.spec import DrafterSpec
-from draftmill.drafter.network import Attend
 from draftmill.drafter.tiles import block_mask, padded
 from draftmill.drafter.visibility import BlockLayout, LayerRule
 
 
-def attend_blocks(spec: DrafterSpec, layout: BlockLayout) -> Attend:
-    """The attention of every layer over one pack. Masks are built once per kind of layer, not per layer."""
-    rules = [LayerRule.of(spec, layer) for layer in range(spec.num_layers)]
-    make_mask = block_mask if layout.anchor.is_cuda else BlockLayout.dense_mask
-    masks = {rule: make_mask(layout, rule) for rule in dict.fromkeys(rules)}
-    attention = _flex if layout.anchor.is_cuda else _dense
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q[None], k[None], v[None], masks[rules[layer]])[0]
-
-    return attend
+def layer_rules(spec: DrafterSpec) -> list[LayerRule]:
+    """The kinds of layer that a drafter has, each once."""
+    return list(dict.fromkeys(LayerRule.of(spec, layer) for layer in range(spec.num_layers)))
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+def layer_masks(spec: DrafterSpec, layout: BlockLayout, tables: Sequence[dict[str, Tensor]] | None = None) -> list[Any]:
+    """What `attention` asks for, a mask per layer: built once per kind of layer and shared.
+
+    `tables`: of `tiles.mask_tables` for each of `layer_rules`, where they exist already.
+    """
+    rules = layer_rules(spec)
+    if layout.anchor.is_cuda:
+        made = [block_mask(layout, rule, tables[i] if tables else None) for i, rule in enumerate(rules)]
+    else:
+        made = [layout.dense_mask(rule) for rule in rules]
+    return [made[rules.index(LayerRule.of(spec, layer))] for layer in range(spec.num_layers)]
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """[1, N, Q, D] and [1, G, K, D], padded here to the mask's whole tiles."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """[N, Q, D], [G, K, D], [G, K, D] -> [N, Q, D], each query over the keys that `mask` shows it."""
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
     queries = q.shape[-2]
     q, k, v = (F.pad(x, (0, 0, 0, padded(x.shape[-2]) - x.shape[-2])) for x in (q, k, v))
-    return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[..., :queries, :]
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    return flex(q[None], k[None], v[None], block_mask=mask, enable_gqa=True)[0, :, :queries]
 
 
 @cache
@@ -48,6 +53,4 @@ def _compiled_flex() -> Any:
     """flex_attention is fused only when compiled; `dynamic` makes one kernel for all shapes, and `fullgraph` an
     error of what would otherwise fall back, silently, to dense scores.
     """
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -25,19 +25,20 @@ class Blocks:
 
 
 def make_blocks(pack: DevicePack, anchor: Tensor, block_size: int, mask_token_id: int) -> Blocks:
-    """`anchor` int64 [A] context rows, ascending."""
+    """`anchor` int64 [A] context rows, ascending. One at C is inert: its block sees itself alone and counts nowhere."""
     last = len(pack.token_ids) - 1
+    anchor_row = anchor.clamp(max=last)
     slot = torch.arange(block_size, device=anchor.device)
     row = anchor[:, None] + slot  # [A, B], may pass the pack's end
     inside = row <= last
     row = row.clamp(max=last)
-    same_document = pack.document[row] == pack.document[anchor][:, None]
+    same_document = pack.document[row] == pack.document[anchor_row][:, None]
     supervised = pack.supervised[row] & same_document & inside
     # contiguous: the first unsupervised token ends the block's labels for good
     counted = supervised.to(torch.int8).cumprod(dim=1).bool()
     token_ids = torch.full_like(row, mask_token_id)
-    token_ids[:, 0] = pack.token_ids[anchor]
-    document_start = pack.document_start[pack.document[anchor]]
+    token_ids[:, 0] = pack.token_ids[anchor_row]
+    document_start = torch.where(anchor > last, anchor, pack.document_start[pack.document[anchor_row]])
     return Blocks(
         layout=BlockLayout.of(anchor, document_start, len(pack.token_ids), block_size),
         token_ids=token_ids,

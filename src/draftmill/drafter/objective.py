@@ -6,6 +6,7 @@ A blocks, B slots, N = A * (B - 1) scored rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,7 +16,12 @@ from torch import Tensor
 from draftmill.config.schema import LossConfig
 from draftmill.drafter.vocabulary import FrozenVocabulary
 
-LOGITS_AT_ONCE = 2**26  # logits held at one time, in elements: 256 MiB in float32
+LOGITS_AT_ONCE = 2**27  # logits held at one time, in elements: 256 MiB in bfloat16, and as much for their gradient
+WHOLE_ROWS = 128  # chunks are multiples of it where they can be: matrix products like that
+
+# (raw logits [R, V], labels int64 [R], vocabulary) -> (CE float32 [R], label most likely bool [R],
+# d CE / d raw logits [R, V] in the logits' dtype)
+ChunkTerms = Callable[[Tensor, Tensor, FrozenVocabulary], tuple[Tensor, Tensor, Tensor]]
 
 
 class FrozenHeadCrossEntropy(torch.autograd.Function):
@@ -26,34 +32,42 @@ class FrozenHeadCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, vocabulary: FrozenVocabulary, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, vocabulary: FrozenVocabulary, labels: Tensor, terms: ChunkTerms
+    ) -> tuple[Tensor, Tensor]:
         cross_entropy = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hit = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
         head = vocabulary.head.to(hidden.dtype)
         rows = max(1, LOGITS_AT_ONCE // len(head))
+        rows = rows // WHOLE_ROWS * WHOLE_ROWS or rows
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            label = labels[chunk, None]
-            logits = vocabulary.scale(hidden[chunk] @ head.T).float()  # [rows, V]
-            slope = _scale_slope(vocabulary, logits)
-            at_label = logits.gather(1, label)
-            hit[chunk] = (logits.argmax(dim=1, keepdim=True) == label)[:, 0]
-            log_total = torch.logsumexp(logits, dim=1, keepdim=True)
-            cross_entropy[chunk] = (log_total - at_label)[:, 0]
-            residual = logits.sub_(log_total).exp_()  # softmax, in the logits' own memory
-            residual.scatter_add_(1, label, residual.new_full((1, 1), -1.0).expand_as(label))
-            if slope is not None:
-                residual.mul_(slope)
-            gradient[chunk] = residual.to(hidden.dtype) @ head
+            cross_entropy[chunk], hit[chunk], residual = terms(hidden[chunk] @ head.T, labels[chunk], vocabulary)
+            torch.mm(residual, head, out=gradient[chunk])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hit)
         return cross_entropy, hit
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (upstream[0][:, None] * gradient.float()).to(gradient.dtype), None, None
+        return (upstream[0][:, None] * gradient.float()).to(gradient.dtype), None, None, None
+
+
+def chunk_terms(raw: Tensor, labels: Tensor, vocabulary: FrozenVocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """`ChunkTerms` in plain operations: the reference, and what is compiled elsewhere."""
+    logits = vocabulary.scale(raw).float()
+    label = labels[:, None]
+    log_total = torch.logsumexp(logits, dim=1, keepdim=True)
+    cross_entropy = log_total - logits.gather(1, label)
+    softmax = torch.exp(logits - log_total)
+    is_label = torch.arange(logits.shape[1], device=raw.device) == label
+    residual = torch.where(is_label, softmax - 1, softmax)
+    slope = _scale_slope(vocabulary, logits)
+    if slope is not None:
+        residual = residual * slope
+    return cross_entropy[:, 0], logits.argmax(dim=1) == labels, residual.to(raw.dtype)
 
 
 def _scale_slope(vocabulary: FrozenVocabulary, logits: Tensor) -> Tensor | float | None:

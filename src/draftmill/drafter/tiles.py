@@ -59,11 +59,20 @@ def _cover(low: Tensor, high: Tensor, key_tile: Tensor) -> tuple[Tensor, Tensor]
     return some, every & some
 
 
-def block_mask(layout: BlockLayout, rule: LayerRule) -> Any:
-    """A flex_attention BlockMask over padded queries and keys; heads share it."""
+def mask_tables(layout: BlockLayout, rule: LayerRule) -> dict[str, Tensor]:
+    """The tables of a BlockMask by its own names for them, forward and backward: int32 [1, 1, ..]."""
+    some, every = tile_tables(layout, rule)
+    tables: dict[str, Tensor] = {}
+    for kind, table in (("", some), ("full_", every)):
+        for side, rows in (("kv", table), ("q", table.T)):
+            tables[f"{kind}{side}_num_blocks"], tables[f"{kind}{side}_indices"] = _packed(rows)
+    return tables
+
+
+def block_mask(layout: BlockLayout, rule: LayerRule, tables: dict[str, Tensor] | None = None) -> Any:
+    """A flex_attention BlockMask over padded queries and keys; heads share it. `tables`: where they exist already."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    some, every = tile_tables(layout, rule)
     queries = len(layout.anchor) * rule.block_size
     # closes over bare tensors, which the compiler takes as inputs: new documents are no new function
     anchor, document_start, block_start = _with_inert_blocks(layout, rule, padded(queries))
@@ -71,8 +80,9 @@ def block_mask(layout: BlockLayout, rule: LayerRule) -> Any:
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(anchor, document_start, block_start, rule, query, key)
 
-    return BlockMask.from_kv_blocks(
-        *_packed(some), *_packed(every), BLOCK_SIZE=(TILE, TILE), mask_mod=mask,
+    # what later versions of torch add to these has None for its default
+    return BlockMask(
+        **(tables or mask_tables(layout, rule)), BLOCK_SIZE=(TILE, TILE), mask_mod=mask,
         seq_lengths=(padded(queries), padded(layout.context_rows + queries)),
     )  # fmt: skip
 
@@ -89,7 +99,12 @@ def _with_inert_blocks(layout: BlockLayout, rule: LayerRule, queries: int) -> tu
 
 
 def _packed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [q, k] -> (count int32 [1, 1, q], chosen key tiles first int32 [1, 1, q, k])."""
-    count = table.sum(-1, dtype=torch.int32)
-    order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], order[None, None]
+    """bool [q, k] -> (count int32 [1, 1, q], chosen key tiles first int32 [1, 1, q, k]), the rest of a row arbitrary.
+
+    Contiguous: the kernels take whole rows for granted.
+    """
+    rows, keys = table.shape
+    key = torch.arange(keys, device=table.device, dtype=torch.int32).expand(rows, keys)
+    place = torch.where(table, table.cumsum(-1) - 1, keys)  # behind the row for those not chosen
+    order = torch.zeros(rows, keys + 1, dtype=torch.int32, device=table.device).scatter(-1, place, key)
+    return table.sum(-1, dtype=torch.int32)[None, None], order[None, None, :, :keys].contiguous()

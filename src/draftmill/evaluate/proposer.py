@@ -17,7 +17,7 @@ from torch import Tensor
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.visibility import LayerRule, block_range, context_range
 from draftmill.drafter.vocabulary import FrozenVocabulary
-from draftmill.evaluate.cache import RaggedCache
+from draftmill.target.cache import RaggedCache
 
 
 class Proposer:

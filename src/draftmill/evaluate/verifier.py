@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftmill.evaluate.cache import RaggedCache
+from draftmill.target.cache import RaggedCache
 from draftmill.target.model import Target
 
 # (features [R, S, n * H], positions int64 [R, S], first position of each row)

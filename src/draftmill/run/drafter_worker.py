@@ -56,6 +56,7 @@ def run_drafter(rank: int, channel: Channel, config: Config, options: dict[str, 
         load_vocabulary(config.target.path, config.target.dtype, device),
         device,
         load_checkpoint(Path(options["checkpoint"])) if options["checkpoint"] else None,
+        rank,
     )
     channel.send(Phase("meeting the other drafters"))
     exchange: Exchange = Alone()

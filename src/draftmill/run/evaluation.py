@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from draftmill.evaluate.report import EvaluationReport, evaluate
 from draftmill.evaluate.responses import OnProgress, Response
 from draftmill.run.drafters import FoundDrafter, find_drafter
 from draftmill.target.model import Target
-from draftmill.text.conversations import read_conversations
-from draftmill.text.refusals import Refused
+from draftmill.text.questions import read_questions
+from draftmill.text.refusals import Refused, RowProblem
 from draftmill.text.render import Renderer
 
 log = logging.getLogger(__name__)
@@ -74,22 +73,20 @@ def read_prompts(
     renderer = Renderer(target.tokenizer, template_options, stop_ids=target.stop_ids)
     prompts: list[list[int]] = []
     refused: dict[str, int] = {}
-    for row in read_conversations(path, need_reply=False):
+    for row in read_questions(path):
         if limit is not None and len(prompts) == limit:
             break
-        if isinstance(row, Refused):
-            refused[str(row.reason)] = refused.get(str(row.reason), 0) + 1
-            log.warning("%s", row)
-            continue
-        prompts.append(renderer.prompt_ids(row, turn=_answered_turn(row.messages)))
+        if not isinstance(row, Refused):
+            try:
+                prompts.append(renderer.prompt_ids(row))
+                continue
+            except RowProblem as problem:
+                row = problem.at(row.source)
+        refused[str(row.reason)] = refused.get(str(row.reason), 0) + 1
+        log.warning("%s", row)
     if not prompts:
         raise ValueError(f"{path} holds no usable prompt: {refused or 'the file is empty'}")
     return prompts, refused
-
-
-def _answered_turn(messages: Sequence[Any]) -> int | None:
-    """The last assistant message is dropped: the target writes its own."""
-    return len(messages) - 1 if messages[-1].role == "assistant" else None
 
 
 def _warn_of_another_target(provenance: dict[str, Any], target: Target) -> None:

@@ -18,6 +18,7 @@ from draftmill.run.channel import PeerClosed
 from draftmill.run.process import WorkerProcess
 from draftmill.wire import Record, Stop, WireError
 
+EXIT_SECONDS = 2.0  # from a worker's closed socket to its end
 Key = tuple[str, int]  # role, index
 
 
@@ -92,6 +93,7 @@ class Fleet:
     def expel(self, worker: WorkerProcess, why: str) -> None:
         """Hear nothing more of it; it counts as dead from now on."""
         worker.failure = why
+        worker.kill()
         if not worker.silent:
             self._silence(worker)
 
@@ -112,7 +114,8 @@ class Fleet:
         dead = []
         for key, worker in list(self._workers.items()):
             if worker.silent:
-                worker.kill()  # its socket is closed: it has ended or is of no more use
+                worker.wait(EXIT_SECONDS)  # its socket is closed, so it is ending, by itself if it can
+                worker.kill()
                 self._remove(key)
                 dead.append(worker)
         return dead

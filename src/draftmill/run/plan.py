@@ -59,6 +59,7 @@ def plan_run(config: Config) -> RunPlan:
     except (ValueError, OSError) as error:
         raise ConfigError(f"data.path: {error}") from None
     spec = resolve_spec(config, dataset.manifest["mask_token"]["id"])
+    check_step_mode(config)
     decay_gamma(config.train.loss, spec.block_size)  # refused here, not after the target is loaded
     tokenizer = load_tokenizer(config.target.path)
     try:
@@ -78,6 +79,13 @@ def plan_run(config: Config) -> RunPlan:
         "dataset": {"fingerprint": dataset.fingerprint, "rows": len(dataset)},
     }
     return RunPlan(config, dataset, spec, steps, end, provenance)
+
+
+def check_step_mode(config: Config) -> None:
+    """Without touching a device: `run.device` auto is settled by the drafter itself."""
+    mode, device = config.train.step_mode, config.run.device
+    if mode in ("compile", "graph") and device == "cpu":
+        raise ConfigError(f"train.step_mode is {mode}, which needs a GPU, but run.device is {device}: set one to auto")
 
 
 def check_mask_token(config: Config, dataset: PreparedDataset, tokenizer: Any) -> None:

@@ -88,7 +88,7 @@ class Supervisor:
         self.deaths: dict[str, int] = {}  # worker -> how often it died
         self.been_ready: set[int] = set()  # targets that were ready once
         self.drafter_deaths = 0
-        self.started = time.monotonic()
+        self.clock = time.time() - time.monotonic()  # from this process's clock to the world's
         self.stopping: str | None = None  # why, once a stop is decided
         self.stop_step = plan.steps
         self.told: set[int] = set()  # drafters that know of the stop
@@ -201,7 +201,7 @@ class Supervisor:
     def _log_lease(self, target: int, answer: Filled | Rejected, now: float) -> None:
         work = self.planner.lease_of(target)
         if work is not None and work[0].lease == answer.lease:
-            times = {"leased": round(work[1] - self.started, 6), "answered": round(now - self.started, 6)}
+            times = {"leased": round(work[1] + self.clock, 4), "answered": round(now + self.clock, 4)}
             outcome = "filled" if isinstance(answer, Filled) else answer.reason
             self.leases.write(
                 {"lease": answer.lease, "seq": work[0].pack.seq, "target": target, **times, "outcome": outcome}
@@ -233,6 +233,8 @@ class Supervisor:
     def _plan_from(self, checkpoint: Checkpoint | None, first_lease: int = 0) -> None:
         """Stream and planner at the checkpoint's position, with every earlier decision made again."""
         self.stream = self.plan.stream(checkpoint.state["position"] if checkpoint else None)
+        for epoch, documents in self.stream.growth:  # a checkpoint may be older than the growth
+            self.books.ledger.set_documents(epoch, documents)
         self.step = checkpoint.step if checkpoint else 0
         self.checkpoint = checkpoint
         accumulation = self.plan.config.train.accumulation

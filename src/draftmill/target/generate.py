@@ -1,10 +1,9 @@
 """Responses of the target to token prompts, many rows at a time: greedy, or sampled with temperature and top-p.
 
-A row's K/V entries sit at its own positions (key index == position), so rows of any lengths share a batch without
-padding in front of them. Finished rows leave the batch. What a row samples depends on (seed, its key) alone, up to
-the rounding that batch shapes bring.
+Rows of any lengths share a batch without padding in front of them; finished rows leave it. What a row samples depends
+on (seed, its key) alone, up to the rounding that batch shapes bring.
 
-R rows still running, S tokens per row and step, K keys, V vocabulary.
+R rows still computed, S tokens per row and step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,32 +11,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from draftmill.target.answers import Finish, Sampling
+from draftmill.target.cache import RaggedCache
 from draftmill.target.model import Target
 
-Finish = Literal["stop", "length"]
+OnStep = Callable[[int, int], None]  # (rows still running, tokens generated so far in all rows)
 KEEP_SHARE = 0.75  # rows are gathered anew once fewer than this share of the batch still runs
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    max_new_tokens: int
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy, or a positive value")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: use a value above 0, up to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +29,17 @@ class Response:
     finish: Finish
 
 
-class PositionCache(DynamicCache):
-    """Keys and values at their positions in buffers of fixed length; `positions` says where the next ones go."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-        self.positions = torch.empty(0)  # [R, S], set before each forward pass
-        self.visible = 0  # keys given to the attention: one more than the last position of any row
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [R, G, length, D] each
-
-    def place(self, positions: Tensor) -> None:
-        self.positions = positions
-        self.visible = int(positions.max()) + 1
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if layer_idx not in self.buffers:
-            self.buffers[layer_idx] = (
-                key_states.new_zeros(*key_states.shape[:2], self.length, key_states.shape[-1]),
-                value_states.new_zeros(*value_states.shape[:2], self.length, value_states.shape[-1]),
-            )
-        keys, values = self.buffers[layer_idx]
-        rows = torch.arange(len(keys), device=keys.device)[:, None]
-        keys[rows, :, self.positions] = key_states.transpose(1, 2)
-        values[rows, :, self.positions] = value_states.transpose(1, 2)
-        return keys[:, :, : self.visible], values[:, :, : self.visible]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.visible if layer_idx in self.buffers else 0
-
-    def keep(self, rows: Tensor) -> None:
-        self.buffers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.buffers.items()}
-
-
 def generate(
     target: Target,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
     row_keys: Sequence[str] | None = None,
-    on_step: Callable[[int], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> list[Response]:
     """One response per prompt, in the order of the prompts; all run as one batch.
 
-    `row_keys` name the rows to the sampler (default: their indices). `on_step` is told the rows still running.
+    `row_keys` name the rows to the sampler (default: their indices).
     """
     if not prompts:
         return []
@@ -105,13 +53,13 @@ def generate(
         logits = batch.next_logits()
         chosen = _choose(logits, sampling, draws[batch.rows, step] if draws is not None else None)
         tokens = chosen.tolist()
-        for row, token in zip(batch.rows.tolist(), tokens, strict=True):
+        for row, token in zip(batch.rows, tokens, strict=True):
             if batch.running[row]:
                 responses[row].append(token)
                 batch.running[row] = token not in target.stop_ids
         batch.append(chosen)
         if on_step is not None:
-            on_step(sum(batch.running))
+            on_step(sum(batch.running), sum(map(len, responses)))
         if not any(batch.running):
             break
     return [Response(tuple(ids), "stop" if ids[-1] in target.stop_ids else "length") for ids in responses]
@@ -123,32 +71,32 @@ class _Batch:
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         self.target = target
         self.running = [True] * len(prompts)
-        self.rows = torch.arange(len(prompts), device=target.device)  # [R] which prompt a row is
-        self.cache = PositionCache(max(map(len, prompts)) + max_new_tokens)
+        self.rows = list(range(len(prompts)))  # [R] which prompt a row is
         width = max(map(len, prompts))
+        self.cache = RaggedCache(width + max_new_tokens)
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         self.tokens = torch.tensor(padded, device=target.device)  # [R, S] to feed next
-        self.positions = torch.arange(width, device=target.device).expand(len(prompts), -1)
-        self.last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=target.device)  # [R] column in tokens
-        self.lengths = self.last + 1  # [R] tokens fed or about to be
+        self.starts = [0] * len(prompts)  # [R] positions of the first of them
+        self.lengths = [len(prompt) for prompt in prompts]  # [R] tokens fed or about to be
 
     def next_logits(self) -> Tensor:
         """[R, V] after each row's last token. Entries past a row's end are never seen and are written over later."""
-        self.cache.place(self.positions)
-        keys = torch.arange(self.cache.visible, device=self.target.device)
-        mask = (keys <= self.positions[..., None])[:, None]  # [R, 1, S, K]
-        return self.target.next_token_logits(self.tokens, self.positions, self.cache, mask, self.last)
+        device = self.target.device
+        starts = torch.tensor(self.starts, device=device)
+        positions = starts[:, None] + torch.arange(self.tokens.shape[1], device=device)
+        self.cache.place(positions, self.starts)
+        last = torch.tensor(self.lengths, device=device) - 1 - starts  # [R] columns of `tokens`
+        return self.target.next_token_logits(self.tokens, positions, self.cache, self.cache.visible(), last)
 
     def append(self, chosen: Tensor) -> None:
-        self.tokens, self.positions = chosen[:, None], self.lengths[:, None]
-        self.last = torch.zeros_like(self.last)
-        self.lengths = self.lengths + 1
-        alive = torch.tensor([self.running[row] for row in self.rows.tolist()], device=self.rows.device)
-        if 0 < int(alive.sum()) < KEEP_SHARE * len(alive):
-            keep = alive.nonzero()[:, 0]
-            self.cache.keep(keep)
-            for name in ("rows", "tokens", "positions", "last", "lengths"):
-                setattr(self, name, getattr(self, name)[keep])
+        """int64 [R]: the next token of each row. Rows that have ended leave once they are many."""
+        alive = [index for index, row in enumerate(self.rows) if self.running[row]]
+        if 0 < len(alive) < KEEP_SHARE * len(self.rows):
+            self.cache.keep(alive)
+            chosen = chosen[torch.tensor(alive, device=chosen.device)]
+            self.rows, self.lengths = [self.rows[i] for i in alive], [self.lengths[i] for i in alive]
+        self.tokens, self.starts = chosen[:, None], self.lengths
+        self.lengths = [length + 1 for length in self.lengths]
 
 
 def _choose(logits: Tensor, sampling: Sampling, draws: Tensor | None) -> Tensor:

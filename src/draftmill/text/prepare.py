@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from draftmill.text.chunks import Chunk, Made, MakeRows, in_chunks
-from draftmill.text.conversations import MAX_LINE_BYTES
 from draftmill.text.dataset import PreparedDataset
 from draftmill.text.dataset_writer import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
@@ -28,7 +27,7 @@ from draftmill.text.mask_token import MaskToken, choose_mask_token
 from draftmill.text.pool import WorkerDied, ordered_map
 from draftmill.text.refusals import RowError
 from draftmill.text.render import Renderer, Turns
-from draftmill.text.sources import read_raw
+from draftmill.text.sources import MAX_LINE_BYTES, check_source, read_raw, source_files
 from draftmill.text.summary import PrepareError, Progress, Summary
 
 _BYTES_PER_WORKER = 4 * 2**20  # starting a process costs as much as rendering some megabytes
@@ -105,7 +104,7 @@ def prepare(
     sizes = _check_sources(names)
     for name in names:
         _check_made_with(Path(name), options)
-    renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
+    renderer = renderer_of(tokenizer, options)
     begun_with = _begun_with(names, tokenizer, options)
     base = PreparedDataset.open(folder) if options.append else None
     if base:
@@ -116,7 +115,7 @@ def prepare(
         if writer.afresh:
             summary.warnings.append(f"an interrupted attempt is not continued: {writer.afresh}")
         first = len(base.manifest["sources"]) if base else 0
-        work = MakeRows(renderer, options.max_length, options.max_line_bytes, names, first)
+        work = MakeRows(renderer, options.max_length, names, first)
         for made in _made(work, names, sizes, summary.raws, options):
             if options.strict and made.refused:
                 writer.discard()
@@ -133,6 +132,16 @@ def prepare(
     if progress:
         progress(Progress(sum(sizes), sum(sizes), summary.kept, sum(summary.dropped.values())))
     return summary
+
+
+def renderer_of(tokenizer: Any, options: PrepareOptions) -> Renderer:
+    return Renderer(
+        tokenizer,
+        options.template_options,
+        stop_ids=options.stop_ids,
+        turns=options.turns,
+        vocab_size=options.vocab_size,
+    )
 
 
 def _made(
@@ -183,10 +192,13 @@ def _problem(summary: Summary, options: PrepareOptions) -> str | None:
 
 def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
     """All that the rows depend on: what an interrupted attempt, or the dataset to append to, must share."""
-    stats = [os.stat(name) for name in names]
+    stats = [[os.stat(file) for file in source_files(name)] for name in names]
     return {
         **_settings(tokenizer, options),
-        "input files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)],
+        "input files": [
+            [name, *([stat.st_size, stat.st_mtime_ns] for stat in files)]
+            for name, files in zip(names, stats, strict=True)
+        ],
         "max_line_bytes": options.max_line_bytes,
     }
 
@@ -220,13 +232,12 @@ def _check_base(base: PreparedDataset, begun_with: Mapping[str, Any], names: Seq
 def _check_sources(names: Sequence[str]) -> list[int]:
     """Sizes in bytes."""
     if not names:
-        raise ValueError("no input files: name at least one JSONL file")
+        raise ValueError("no input files: name at least one")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"input file {name} is named twice: its rows would count double")
-        if not os.path.isfile(name):
-            raise ValueError(f"input file {name} does not exist or is not a file")
-    return [os.path.getsize(name) for name in names]
+        check_source(name)
+    return [sum(map(os.path.getsize, source_files(name))) for name in names]
 
 
 def _mask_token(

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from draftmill.config.schema import TrainConfig
 from draftmill.drafter.objective import LossSums
-from draftmill.drafter.pack import DevicePack, to_device
 from draftmill.train.feed import Feed, FeedStopped
 from draftmill.train.gradients import Exchange, FlatGradients
 from draftmill.train.optimizer import Optimizer, Update
 from draftmill.train.schedule import learning_rate
+from draftmill.wire import Pack
 
 FINISHED = "finished"
 
@@ -43,7 +43,7 @@ class TrainRun:
     steps: int
     device: torch.device
     feed: Feed
-    micro_step: Callable[[DevicePack, Tensor], LossSums]
+    micro_step: Callable[[Pack, Tensor], LossSums]
     gradients: FlatGradients
     exchange: Exchange
     optimizer: Optimizer
@@ -87,7 +87,6 @@ def accumulate(run: TrainRun) -> LossSums:
         if filled is None:
             continue
         if filled.pack.anchors:
-            features = filled.features.to(run.device)  # from host memory, where the slots are there
-            total = total.plus(run.micro_step(to_device(filled.pack, run.device), features))
+            total = total.plus(run.micro_step(filled.pack, filled.features))
         run.feed.free(filled)
     return total

@@ -17,8 +17,10 @@ from draftmill.drafter.forward import block_loss, slot_hidden
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.noise import add_noise
 from draftmill.drafter.objective import LossSums
-from draftmill.drafter.pack import DevicePack
+from draftmill.drafter.pack import to_device
 from draftmill.drafter.vocabulary import FrozenVocabulary
+from draftmill.train.gradients import FlatGradients
+from draftmill.wire import Pack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,10 +29,15 @@ class EagerStep:
     vocabulary: FrozenVocabulary
     train: TrainConfig
     gamma: float  # decay length in slots
+    gradients: FlatGradients  # of `drafter`
 
-    def __call__(self, pack: DevicePack, features: Tensor) -> LossSums:
-        """Features [C, F] of `pack`. Adds the gradient of the pack's numerator to `.grad`; no host synchronisation."""
-        spec = self.drafter.spec
+    def __call__(self, wire_pack: Pack, features: Tensor) -> LossSums:
+        """Features [C, F] of the pack, on any device. Adds the gradient of the pack's numerator to `.grad`; the host
+        does not wait for the device.
+        """
+        self.gradients.begin()
+        spec, device = self.drafter.spec, self.drafter.fc.weight.device
+        pack, features = to_device(wire_pack, device), features.to(device)
         anchor = draw_anchors(pack, self.train.seed)
         blocks = make_blocks(pack, anchor, spec.block_size, spec.mask_token_id)
         features = features.to(getattr(torch, self.train.dtype))
