@@ -135,7 +135,8 @@ def map_itself(arguments: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    good = arguments.out.with_name("good.jsonl")  # its JSON reader stops at the first bad line
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    good = arguments.out / "good.jsonl"  # its JSON reader stops at the first bad line
     if not good.exists():
         with arguments.conversations.open() as lines, good.open("w") as file:
             file.writelines(line for line in lines if len(line) > 120)
