@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -33,24 +32,25 @@ MASK_TOKEN = "3"  # <repo_name> of SmolLM2, whose tokenizer has no mask token
 
 def measured(command: list[str], kill_after: int | None = None, journal: Path | None = None) -> dict[str, Any]:
     """Runs `command`; wall and CPU seconds, and the peak memory of its processes in MB."""
-    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
     process = subprocess.Popen(command, start_new_session=True)
     peaks: dict[int, int] = {}
+    used: dict[int, float] = {}
     killed_at = 0
     while process.poll() is None:
         for pid in tree(process.pid):
             peaks[pid] = max(peaks.get(pid, 0), peak_kb(pid))
+            used[pid] = max(used.get(pid, 0.0), cpu_seconds(pid))
         if kill_after and journal and journal.exists():
             killed_at = json.loads(journal.read_text())["state"]["raws"]
             if killed_at >= kill_after:
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.2)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode and not (kill_after and process.returncode == -signal.SIGKILL):
         raise SystemExit(f"{command[:4]} ended with {process.returncode}")
     return {
         "wall_s": round(time.perf_counter() - started, 1),
-        "cpu_s": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "cpu_s": round(sum(used.values()), 1),
         "peak_mb": round(sum(peaks.values()) / 1024),
         "peak_mb_largest_process": round(max(peaks.values()) / 1024),
         **({"killed_at_row": killed_at} if kill_after else {}),
@@ -63,6 +63,14 @@ def tree(pid: int) -> list[int]:
     except OSError:
         return []
     return [pid, *(each for child in children for each in tree(int(child)))]
+
+
+def cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_kb(pid: int) -> int:
@@ -127,7 +135,8 @@ def map_itself(arguments: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    good = arguments.out.with_name("good.jsonl")  # its JSON reader stops at the first bad line
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    good = arguments.out / "good.jsonl"  # its JSON reader stops at the first bad line
     if not good.exists():
         with arguments.conversations.open() as lines, good.open("w") as file:
             file.writelines(line for line in lines if len(line) > 120)

@@ -79,8 +79,9 @@ class PreparedDataset:
         return {state["rows"]: state["fingerprint"] for state in self.manifest["earlier"]}
 
     def blocks(self) -> Iterator[RowBlock]:
-        """All rows in order, in parts of some thousand rows, without a copy."""
-        return map(block_of, self._batches)
+        """All rows in order, some thousand at a time."""
+        for name in self.manifest["files"]:
+            yield from read_blocks(self.folder / name)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids int32 [T] (a read-only view of the file) and supervised bool [T]."""
@@ -159,7 +160,13 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
-def block_of(batch: pa.RecordBatch) -> RowBlock:
+def read_blocks(path: Path) -> Iterator[RowBlock]:
+    """The rows of one file from its start, one batch in memory at a time: mapped pages would add up."""
+    with pa.OSFile(str(path)) as file:
+        yield from map(_block, pa.ipc.open_stream(file))
+
+
+def _block(batch: pa.RecordBatch) -> RowBlock:
     (id_offsets, ids), (span_offsets, spans) = map(_list_views, (batch.column("token_ids"), batch.column("spans")))
     return RowBlock(
         ids[id_offsets[0] : id_offsets[-1]],

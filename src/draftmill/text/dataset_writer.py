@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from draftmill.text.block import RowBlock
-from draftmill.text.dataset import MANIFEST, SCHEMA, SCHEMA_VERSION, PreparedDataset, block_of, partial_folder
+from draftmill.text.dataset import MANIFEST, SCHEMA, SCHEMA_VERSION, PreparedDataset, partial_folder, read_blocks
 
 _JOURNAL = "journal.json"
 _BATCH_BLOCKS = 16
@@ -163,9 +163,8 @@ class DatasetWriter:
             return sink
         sink = open(self._file, "r+b")  # noqa: SIM115
         sink.truncate(journal["bytes"])
-        with pa.memory_map(str(self._file)) as mapped:
-            for batch in pa.ipc.open_stream(mapped):
-                self._enter(block_of(batch))
+        for block in read_blocks(self._file):
+            self._enter(block)
         sink.seek(journal["bytes"])
         self.state = journal["state"]
         return sink
