@@ -132,6 +132,16 @@ def test_a_compressed_file_cut_short_is_named_by_line(tmp_path, make):
         list(read_conversations(cut, strict=True))
 
 
+def test_a_compressed_file_with_wrong_bytes_inside_is_named_by_line(tmp_path):
+    """case 35: zlib has an error of its own"""
+    data = bytearray(gz(tmp_path / "whole").read_bytes())
+    data[300:340] = b"\xff" * 40
+    (tmp_path / "a.gz").write_bytes(data)
+    found = list(read_conversations(tmp_path / "a.gz"))
+    assert found[-1].reason == "cut_short"
+    assert len(found) < 150
+
+
 def test_a_table_broken_inside_is_named_by_row(tmp_path):
     """case 35"""
     path = parquet_file(tmp_path / "a.parquet")

@@ -136,6 +136,17 @@ def test_markers_inside_arguments_are_not_structure(name):
     assert runs == [CALLS[name].replace('{"place": "Köln"}', json.dumps({"place": text, end: end}))]
 
 
+def test_ends_are_found_whatever_the_reply_ends_with():
+    """case 28: words that another reply could share, and calls without arguments after one with a marker"""
+    for text in ("x", "y", "xy", "Rainx", "<|return|>x", "x<|return|>", "<|call|> "):
+        expected = ANSWERS["harmony"].replace("Rain.", text)
+        assert supervised("harmony", [USER, says(text)]) == [[expected]], text
+    one = '<tool_call>\n{"name": "look", "arguments": {"a": "<|im_end|>"}}\n</tool_call>'
+    two = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    runs = supervised("qwen3", [USER, says("", call({"a": "<|im_end|>"}), call({}))], row={"tools": TOOLS})
+    assert runs == [[f"{one}\n{two}<|im_end|>"]]
+
+
 def test_reasoning_kept_apart_is_what_the_target_generated():
     """case 24: the same supervision as of the whole reply in one text"""
     thought = says("Rain.", reasoning_content="Clouds.")
