@@ -51,6 +51,9 @@ def main() -> int:
                 marker.unlink()
                 os.write(int(sys.argv[6]), b"\x14\0\0\0\0" + b"no record at all....")
         if fault == "slow":
+            marker.with_name(f"{marker.name}.{os.getpid()}").touch()
+            while len(list(marker.parent.glob(f"{marker.name}.*"))) < 3:  # nobody begins before all three are there
+                time.sleep(0.05)
             time.sleep(0.1)
         return original(self, token_ids, lengths)
 

@@ -115,11 +115,11 @@ def test_conversations_without_both_sides_are_refused(tmp_path):
     cases = [
         ({"messages": []}, "no_messages"),
         ({"messages": None}, "no_messages"),
-        ({"conversations": [{"from": "human", "value": "q"}]}, "no_assistant_turn"),
         ({"conversations": []}, "no_messages"),
-        ({"prompt": "q"}, "no_assistant_turn"),
-        ({"prompt": "  "}, "no_messages"),
         ({"text": "q"}, "no_messages"),
+        ({"messages": {"role": "user", "content": "q"}}, "no_messages"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "no_assistant_turn"),
+        ({"prompt": "q"}, "no_assistant_turn"),
         ({"messages": [system]}, "no_user_turn"),
         ({"messages": [assistant]}, "no_user_turn"),
         ({"messages": [user]}, "no_assistant_turn"),
@@ -143,7 +143,7 @@ def test_prompts_alone_are_read_where_replies_are_not_needed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "role", ["critic", "Assistant", "gpt", "human", "function", "Tool", "ai", "", 3, None, ["user"]]
+    "role", ["critic", "Assistant", "gpt", "human", "function", "Tool", "bot", "", 3, None, ["user"]]
 )
 def test_roles_outside_the_table_are_never_guessed(tmp_path, role):
     """case 37"""
@@ -183,80 +183,18 @@ def test_content_that_is_not_text_never_becomes_text(tmp_path, content, expected
     assert reason_of(tmp_path, user_then({"role": "assistant", "content": content})) == expected
 
 
-def test_fields_that_would_change_the_rendering_are_refused(tmp_path):
-    reply = {"role": "assistant", "content": "a"}
-    assert reason_of(tmp_path, {**user_then(reply), "documents": [{"text": "d"}]}) == "unsupported_field"
-    assert reason_of(tmp_path, user_then({**reply, "function_call": {"name": "f"}})) == "unsupported_field"
-    assert reason_of(tmp_path, user_then({**reply, "thinking": "hm"})) == "unsupported_field"
-    assert reason_of(tmp_path, {**user_then({**reply, "tool_calls": []}), "documents": None, "id": 5}) == "kept"
-    user = {"role": "user", "content": "q", "tool_calls": [{"function": {"name": "f"}}]}
-    assert reason_of(tmp_path, {"messages": [user, reply]}) == "unsupported_field"
-
-
-def test_tool_calls_are_one_thing_however_they_are_written(tmp_path):
+def test_fields_that_would_change_the_rendering_and_are_not_read_are_refused(tmp_path):
     """case 31"""
-    written = [
-        {"function": {"name": "f", "arguments": {"x": [1, "é"]}}},
-        {"type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}},
-        {"name": "f", "arguments": '{"x": [1, "é"]}'},
-    ]
-    read_calls = []
-    for call in written:
-        for content in ({}, {"content": None}, {"content": ""}):
-            row = user_then({"role": "assistant", "tool_calls": [call], **content})
-            (conversation,) = read(tmp_path, json.dumps(row).encode())
-            assert conversation.messages[-1].content == ""
-            read_calls.append(conversation.messages[-1].extra["tool_calls"])
-    assert all(calls == read_calls[0] for calls in read_calls)
-    for bad in ("{", "[1]", 3, [1]):
-        row = user_then({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": bad}}]})
-        assert reason_of(tmp_path, row) == "bad_tool_call", bad
-    for bad in ([{"function": {}}], ["f"], "f", [{"function": {"name": ""}}]):
-        assert reason_of(tmp_path, user_then({"role": "assistant", "tool_calls": bad})) == "bad_tool_call", bad
     reply = {"role": "assistant", "content": "a"}
-    for bad in ([1], "{", "3", {"a": 1}):
-        assert reason_of(tmp_path, {**user_then(reply), "tools": bad}) == "bad_tools", bad
-    assert reason_of(tmp_path, {**user_then(reply), "chat_template_kwargs": [1]}) == "bad_template_option"
-
-
-def test_sharegpt_rows_equal_the_same_messages(tmp_path):
-    """case 37: an explicit table, exact spelling"""
-    names = [
-        ("system", "s"),
-        ("human", "q"),
-        ("gpt", "a"),
-        ("tool", "t"),
-        ("assistant", "b"),
-        ("user", "q2"),
-        ("gpt", "c"),
-    ]
-    row = {"conversations": [{"from": name, "value": text} for name, text in names]}
-    (conversation,) = read(tmp_path, json.dumps(row).encode())
-    roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
-    assert [message.plain for message in conversation.messages] == [
-        {"role": role, "content": text} for role, (_, text) in zip(roles, names, strict=True)
-    ]
-    for name in ("Human", "bot", "chatgpt", "function_call", "observation", ""):
-        row["conversations"][2]["from"] = name
-        assert reason_of(tmp_path, row) == "unknown_role", name
-
-
-def test_tokenised_rows_are_checked(tmp_path):
-    (row,) = read(tmp_path, b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}')
-    assert (row.token_ids, row.supervised) == ((5, 6, 7), (False, True, True))
-    for bad in (
-        {"input_ids": [5], "loss_mask": [0, 1]}, {"input_ids": [5], "loss_mask": [2]}, {"input_ids": [5]},
-        {"input_ids": [], "loss_mask": []}, {"input_ids": [-5], "loss_mask": [1]}, {"input_ids": "5", "loss_mask": [1]},
-        {"input_ids": [5], "loss_mask": [1], "mask": [1]}, {"input_ids": [5], "loss_mask": [0.5]},
-    ):  # fmt: skip
-        assert reason_of(tmp_path, bad) == "bad_tokens", bad
-
-
-def test_undecodable_bytes_are_named_by_their_place_in_the_file(tmp_path):
-    first, second = read(tmp_path, GOOD + b"\n" + b'{"messages": "\xff"}')
-    assert isinstance(first, Conversation)
-    at = len(GOOD) + 1
-    assert f"byte 14 of the line, byte {at + 14} of the file" in str(second) and second.source.offset == at
+    for extra in ({"documents": [{"text": "d"}]}, {"functions": [{"name": "f"}]}):
+        assert reason_of(tmp_path, {**user_then(reply), **extra}) == "unsupported_field"
+    for extra in ({"function_call": {"name": "f"}}, {"audio": {"id": "1"}}, {"weight": 0}, {"name": "Bob"}):
+        assert reason_of(tmp_path, user_then({**reply, **extra})) == "unsupported_field", extra
+    for extra in ({"tool_calls": [{}]}, {"reasoning_content": "hm"}, {"name": "Bob"}, {"tool_call_id": "1"}):
+        row = {"messages": [{"role": "user", "content": "q", **extra}, reply]}
+        assert reason_of(tmp_path, row) == "unsupported_field", extra
+    silent = user_then({**reply, "tool_calls": [], "weight": 1})
+    assert reason_of(tmp_path, {**silent, "tools": None, "id": 5}) == "kept"
 
 
 def test_response_ids_and_finish_are_checked(tmp_path):
@@ -295,7 +233,7 @@ def test_every_reason_has_an_explanation():
 def test_any_bytes_give_one_outcome_per_line_that_is_not_blank(tmp_path_factory, lines):
     """case 35, fuzzed"""
     data = b"\n".join(lines)
-    assume(not data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")))  # no lines
+    assume(not data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")))  # compressed files are refused whole
     rows = read(tmp_path_factory.mktemp("fuzz"), data)
     body = data.removeprefix(b"\xef\xbb\xbf")
     expected = [i for i, line in enumerate(body.split(b"\n"), start=1) if line.strip()]

@@ -43,3 +43,17 @@ def test_state_survives_a_round_trip_and_a_forged_one_is_refused():
     state["closed"]["0"]["trained"] = 2
     with pytest.raises(RuntimeError, match="do not add up to 3"):
         Ledger.restore(state, tensors)
+
+
+def test_a_grown_dataset_counts_from_its_epoch_on():
+    ledger = Ledger(2)
+    ledger.enter(0, [0, 1], Outcome.TRAINED)
+    ledger.set_documents(1, 3)
+    ledger.enter(1, [0, 1], Outcome.TRAINED)
+    assert ledger.counts(1) == {"open": 1, "trained": 2}
+    again = Ledger.restore(*ledger.state())
+    again.set_documents(1, 3)
+    again.enter(1, [2], Outcome.TRAINED)
+    assert (again.counts(0), again.counts(1), again.documents(7)) == ({"trained": 2}, {"trained": 3}, 3)
+    with pytest.raises(RuntimeError, match="epoch 0"):
+        again.set_documents(0, 3)  # an epoch keeps what it began with

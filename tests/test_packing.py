@@ -7,6 +7,7 @@ import time
 from fractions import Fraction
 from math import ceil
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -181,6 +182,61 @@ def test_resuming_with_another_seed_or_dataset_is_refused_by_name():
         PackStream(rows, numbers(), 1, position=saved)
 
 
+def grown(rows: InMemoryRows, lengths: list[int]) -> InMemoryRows:
+    """`rows` and further ones, as `draftmill prepare --append` makes them: new rows last, the old state named."""
+    bigger = replies(lengths)
+    bigger.fingerprint = f"with {len(lengths)} rows"
+    bigger.earlier = {**rows.earlier, len(rows): rows.fingerprint}
+    return bigger
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(3, 64), min_size=3, max_size=60),
+    sizes=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    stops=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    seed=st.integers(0, 1000),
+)
+def test_rows_that_a_dataset_gains_enter_at_the_next_epoch(lengths, sizes, stops, seed):
+    """Two growths at any two places: each epoch holds the documents it began with, and restarts change nothing."""
+    small, middle = sorted(1 + size % (len(lengths) - 2) for size in sizes)
+    middle += small == middle
+    datasets = [replies(lengths[:small])]
+    datasets += [grown(datasets[0], lengths[:middle])]
+    datasets += [grown(datasets[1], lengths)]
+
+    stream = PackStream(datasets[0], numbers(), seed)
+    packs, known = [], [len(datasets[0])]  # documents of each epoch so far
+    for stop, larger in zip(stops, datasets[1:], strict=True):
+        packs += take(stream, stop)
+        reached = packs[-1].epoch if packs else 0
+        known += [known[-1]] * (reached + 1 - len(known))
+        known = [*known[: reached + 1], len(larger)]
+        stream = PackStream(larger, numbers(), seed, json.loads(json.dumps(stream.position)))
+    last = len(known)  # one more epoch after the last growth
+    end = stream.end_of(last + 1)
+    saved = stream.position
+    rest = take(stream, end - len(packs))
+    packs += rest
+    known.append(known[-1])
+    for number, documents in enumerate(known):
+        assert sorted(members(pack for pack in packs if pack.epoch == number)) == list(range(documents))
+    whole = PackStream(datasets[2], numbers(), seed)
+    as_if_always_large = [members([pack]) for pack in take(whole, whole.end_of(last + 1)) if pack.epoch == last]
+    assert [members([pack]) for pack in packs if pack.epoch == last] == as_if_always_large
+    resumed = PackStream(datasets[2], numbers(), seed, json.loads(json.dumps(saved)))
+    assert list(map(contents, take(resumed, len(rest)))) == list(map(contents, rest))
+
+
+def test_a_dataset_that_is_not_the_old_one_grown_is_refused():
+    rows = replies([10] * 20)
+    saved = PackStream(rows, numbers(), 1).position
+    other = grown(rows, [10] * 30)
+    other.earlier = {20: "another dataset"}
+    with pytest.raises(ValueError, match="dataset is with 30 rows"):
+        PackStream(other, numbers(), 1, position=saved)
+
+
 def test_changed_pack_tokens_change_the_packing():
     """case 68"""
     rows = replies([10] * 40)
@@ -254,11 +310,13 @@ def test_spans_of_a_mask():
 
 
 class Lognormal:
-    """A big dataset's counts, without its rows: replies are the last 80 % of each document."""
+    """A big dataset's counts, without its rows: replies are the last `reply` of each document."""
 
     fingerprint = "lognormal"
+    earlier: ClassVar[dict[int, str]] = {}
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, reply: float) -> None:
+        self.reply = reply
         draws = np.random.default_rng(0).lognormal(np.log(1100) - 0.8**2 / 2, 0.8, count)
         self.lengths = np.clip(draws, 8, 8192).astype(np.int32)
 
@@ -267,17 +325,22 @@ class Lognormal:
 
     def counts(self, limit: int) -> RowCounts:
         lengths = np.minimum(self.lengths.astype(np.int64), limit)
-        supervised = lengths - self.lengths // 5
+        supervised = lengths - (self.lengths * (1 - self.reply)).astype(np.int64)
         return RowCounts(lengths, supervised, supervised - 1)
 
 
-def test_padding_is_small_and_planning_is_fast_on_lognormal_lengths():
-    rows = Lognormal(100_000)
+@pytest.mark.parametrize(("reply", "anchors_bind"), [(0.8, False), (1.0, True)])
+def test_padding_is_small_and_planning_is_fast_on_lognormal_lengths(reply, anchors_bind):
+    rows = Lognormal(100_000, reply)
     data = numbers(pack_tokens=8192, anchor_rate=0.0625, anchors_per_document=512, pack_window=1024)
     started = time.perf_counter()
-    packs = PackStream(rows, data, 0).packs_in_epoch(0)
+    stream = PackStream(rows, data, 0)
+    packs = stream.packs_in_epoch(0)
     assert time.perf_counter() - started < 10  # about 0.1 s on one idle core; a million documents take 1 s
-    assert 1 - rows.lengths.sum() / (packs * 8192) < 0.01
+    assert stream.padding_share(0) == pytest.approx(1 - rows.lengths.sum() / (packs * 8192))
+    assert stream.padding_share(0) < 0.01
+    tokens_alone = PackStream(rows, numbers(8192, 0.0625, 1, 1024), 0).packs_in_epoch(0)
+    assert (packs > tokens_alone) == anchors_bind
 
 
 def test_small_windows_carry_their_emptiest_pack():

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import tiny_models
 from draftmill.observe.metrics import read_rows
 from draftmill.run.failure import RunFailed
 from draftmill.run.training import run_training
+from draftmill.text.prepare import PrepareOptions, prepare
 from draftmill.train.checkpoint import complete_checkpoints
 from draftmill.train.loop import FINISHED
 from faulty_worker import forbid_pickle
@@ -28,7 +31,7 @@ from pipeline_helpers import (
     wait_for,
     workers_running,
 )
-from run_helpers import tiny_config
+from run_helpers import tiny_config, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,27 @@ def test_one_of_two_drafters_dies_and_both_start_anew(folder, victim):
     assert process.wait(timeout=120) == 0
     assert_same(newest(config), newest(quiet))
     assert len(events(config, "drafters_restart")) == 1 and spawned(config, "target 0") == 1
+
+
+def test_a_drafter_dies_after_the_dataset_has_grown(tmp_path):
+    """It goes back to a checkpoint that is older than the growth; the new rows still enter at the second epoch."""
+    settings = ("train.steps=null", "train.epochs=14", "run.log_every=1", "run.checkpoint_every=1000")
+    config = tiny_config(tmp_path, "grown", *PROCESSES, *settings, "train.time_limit_minutes=1e-9", seed=3)
+    assert run_training(config).step == 0
+    more = write_conversations(tmp_path / "more.jsonl", 9, seed=5)
+    options = PrepareOptions(stop_ids={tiny_models.EOS}, vocab_size=tiny_models.VOCAB, append=True)
+    prepare([more], tiny_models.tiny_tokenizer(), config.data.path, options)
+    shutil.copytree(config.run.dir, tmp_path / "quiet")
+    quiet = tiny_config(tmp_path, "quiet", "pipeline.mode=inprocess", *settings, seed=3)
+    result = run_training(quiet, resume=True)
+    assert result.ended == {"trained": 24 + 13 * (24 + 9)}
+    config = tiny_config(tmp_path, "grown", *PROCESSES, *settings, seed=3)
+    process = start(config, tmp_path, resume=True)
+    wait_for(lambda: newest_step(config) >= 12, process)
+    os.kill(pid_of(config, "drafter 0"), signal.SIGKILL)
+    assert process.wait(timeout=120) == 0
+    assert len(events(config, "drafters_restart")) == 1
+    assert_same(newest(config), newest(quiet))
 
 
 # Disks

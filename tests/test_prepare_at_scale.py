@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -283,3 +284,29 @@ def test_an_append_that_was_killed_goes_on(tmp_path, tokenizer, small_chunks):
     assert len(PreparedDataset.open(tmp_path / "out")) == 490  # whole all the time
     assert prepare([second], tokenizer, tmp_path / "out", append).resumed_at > 400
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_append_is_not_continued_on_another_dataset(tmp_path, tokenizer, small_chunks):
+    first = write_lines(tmp_path / "a.jsonl", mixed(100))
+    other = write_lines(tmp_path / "other.jsonl", mixed(100, "other"))
+    second = write_lines(tmp_path / "b.jsonl", mixed(500, "b"))
+    for source, name in ((first, "out"), (other, "other")):
+        prepare([source], tokenizer, tmp_path / name, options(tokenizer))
+
+    class Killed(BaseException):
+        pass
+
+    def stop(progress) -> None:
+        if progress.kept > 300:
+            raise Killed
+
+    append = options(tokenizer, append=True)
+    with pytest.raises(Killed):
+        prepare([second], tokenizer, tmp_path / "out", append, stop)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "other").rename(tmp_path / "out")
+    summary = prepare([second], tokenizer, tmp_path / "out", append)
+    assert summary.resumed_at == 0 and "dataset was" in summary.warnings[0]
+    prepare([second], tokenizer, tmp_path / "second", options(tokenizer))
+    written, alone = PreparedDataset.open(tmp_path / "out"), PreparedDataset.open(tmp_path / "second")
+    assert [written.row(98 + i)[0].tolist() for i in range(490)] == [alone.row(i)[0].tolist() for i in range(490)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftmill.text.conversations import Conversation, Message
+from draftmill.text.conversations import Conversation
+from draftmill.text.messages import Message
 from draftmill.text.refusals import Refused, Source
 from draftmill.text.render import Renderer
 from text_helpers import CHATML, THINKING, byte_tokenizer, family, plain, run_python, supervised_texts, talk
@@ -314,7 +315,17 @@ def test_truncation_cuts_spans_with_the_tokens():
 
 def test_text_part_imports_neither_torch_nor_transformers():
     """case 53: tokenizers are loaded where they are used"""
-    modules = ["conversations", "render", "dataset", "identity", "mask_token", "prepare", "packing", "hashing"]
+    modules = [
+        "conversations",
+        "render",
+        "dataset",
+        "identity",
+        "mask_token",
+        "prepare",
+        "packing",
+        "hashing",
+        "explain",
+    ]
     code = "import sys\n" + "".join(f"import draftmill.text.{name}\n" for name in modules)
     code += "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     assert run_python(code).stdout.strip() == "[]"

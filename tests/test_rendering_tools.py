@@ -137,7 +137,7 @@ def test_reasoning_content_is_supervised_as_the_template_writes_it():
 
 def test_reasoning_that_the_template_ignores_is_refused():
     _, refused = render("llama31", [USER, {"role": "assistant", "reasoning_content": "zzz", "content": "a"}])
-    assert refused.reason == "content_altered"
+    assert refused.reason == "template_ignores"
 
 
 def test_an_empty_think_block_before_a_bare_call_is_the_templates():
@@ -163,9 +163,13 @@ def test_a_rows_options_come_before_the_runs(run, row, off):
 
 def test_options_that_the_template_does_not_read_are_refused():
     reply = {"role": "assistant", "content": "a"}
-    for name in ("enable_thinkin", "tools", "tokenize"):
+    for name, reason in (
+        ("enable_thinkin", "template_ignores"),
+        ("tools", "bad_template_options"),
+        ("tokenize", "bad_template_options"),
+    ):
         _, refused = render("qwen3", [USER, reply], chat_template_kwargs={name: True})
-        assert refused.reason == "bad_template_option" and name in refused.detail
+        assert refused.reason == reason and name in refused.detail
 
 
 def test_developer_messages_reach_the_template():
@@ -181,4 +185,4 @@ def test_tokenised_rows_are_themselves():
     (row,) = renderer.render(parse_row(Raw(Source("x", 1, 0), line)))
     assert row.token_ids.tolist() == [5, 6, 7, 8, 9] and row.spans == ((1, 3), (4, 5))
     refused = renderer.render(parse_row(Raw(Source("x", 1, 0), b'{"input_ids": [9999], "loss_mask": [1]}')))
-    assert refused.reason == "bad_tokens" and "token 9999, vocabulary 258" in refused.detail
+    assert refused.reason == "bad_tokens" and "is 9999, the vocabulary has 258 tokens" in refused.detail

@@ -19,10 +19,11 @@ from draftmill.run.failure import RunFailed
 from draftmill.run.training import run_training
 from draftmill.target.model import NonFiniteFeatures, Target
 from draftmill.text.dataset import PreparedDataset
+from draftmill.text.prepare import PrepareOptions, prepare
 from draftmill.train import step as step_module
 from draftmill.train.checkpoint import complete_checkpoints, load_checkpoint
 from draftmill.train.loop import FINISHED
-from run_helpers import tiny_config
+from run_helpers import tiny_config, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +301,21 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_valid(folder, m
             run_training(config)
     assert newest(config).step == 3
     assert run_training(config, resume=True).reason == FINISHED
+
+
+def test_a_run_goes_on_with_a_dataset_that_has_grown(tmp_path, monkeypatch):
+    """Its first epoch keeps the documents it began with; the new ones take part in the second."""
+    config = tiny_config(tmp_path, "grown", "train.steps=null", "train.epochs=2")
+    rows = len(PreparedDataset.open(config.data.path))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert run_training(config).step == 2
+    more = write_conversations(tmp_path / "more.jsonl", 9, seed=5)
+    options = PrepareOptions(stop_ids={tiny_models.EOS}, vocab_size=tiny_models.VOCAB, append=True)
+    prepare([more], tiny_models.tiny_tokenizer(), config.data.path, options)
+    result = run_training(config, resume=True)
+    assert (result.reason, result.step) == (FINISHED, result.steps)
+    assert result.ended == {"trained": rows + (rows + 9)}
 
 
 def test_a_run_folder_is_never_reused_by_guess(folder):

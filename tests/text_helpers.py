@@ -14,7 +14,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftmill.text.conversations import Conversation, Message
+from draftmill.text.conversations import Conversation
+from draftmill.text.messages import Message
 from draftmill.text.refusals import Source
 
 CHATML = (

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 def prepare(
     conversations: Annotated[
-        list[str], typer.Argument(metavar="INPUT...", help="Files, dataset folders or hub:OWNER/NAME[:SPLIT].")
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="JSONL, Parquet or Arrow files, dataset folders, hub:OWNER/NAME."),
     ],
     target: TargetPath,
     out: Annotated[
         Path | None, typer.Option("--out", file_okay=False, metavar="DIR", help="Dataset folder to write.")
+    ] = None,
+    explain: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Write nothing; show row N of SOURCE and what is learnt of it."),
     ] = None,
     turns: Annotated[
         Literal["all", "last"], typer.Option(help="Learn from every assistant turn, or from the last only.")
@@ -38,9 +43,6 @@ def prepare(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that render. Default: one per core, fewer for small files.")
     ] = None,
-    explain: Annotated[
-        int | None, typer.Option(min=1, metavar="LINE", help="Show what is learnt from this line, write nothing.")
-    ] = None,
 ) -> None:
     """Turn conversations into a dataset to train on.
 
@@ -50,12 +52,14 @@ def prepare(
       draftmill prepare a.jsonl b.jsonl --target TARGET --out data/prepared --turns last --max-length 4096
       draftmill prepare chats.jsonl --target TARGET --out data/prepared --template-option enable_thinking=false
       draftmill prepare more.jsonl --target TARGET --out data/prepared --append
-      draftmill prepare chats.parquet --target TARGET --explain 12
+      draftmill prepare chats.parquet hub:owner/name:train --target TARGET --out data/prepared
+      draftmill prepare chats.jsonl --target TARGET --explain 17
 
-    A row is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or ShareGPT's
-    {"conversations": [{"from": "human", "value": "..."}, ...]}, in JSONL (.gz, .zst), Parquet or Arrow. The responses
-    should be the target's own: see draftmill regenerate. Rows are rendered by the target's chat template, and only
-    tokens that the target generates are learnt. Bad rows are dropped, counted by reason and named by line.
+    A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or another of
+    the forms in docs/data.md. The responses should be the target's own: see draftmill regenerate. Rows are rendered by
+    the target's chat template, and only tokens that the target generates are learnt. Bad rows are dropped, counted by
+    reason and named by line. --explain shows the row of a line, what is learnt in colour, or in white square
+    brackets where the output is not a terminal.
 
     An interrupted prepare goes on where it was when the same command is given again. The dataset does not depend on the
     number of workers or on interruptions.
@@ -64,8 +68,7 @@ def prepare(
     the tokenizer reserves and the data never use. Where there is none of these, the command stops and lists candidates.
     """
     options = template_options(template_option)
-    if (out is None) == (explain is None):
-        raise typer.BadParameter("give either --out, to write a dataset, or --explain, to look at a line")
+    _check_sources(conversations, explain, out)
     folder = target_folder(target)
     from transformers import AutoTokenizer
 
@@ -87,10 +90,9 @@ def prepare(
         append=append,
         workers=workers,
     )
-    if explain is not None:
-        _explain(conversations[0], explain, tokenizer, settings)
+    if explain is not None or out is None:
+        typer.echo(_explanation(conversations[0], explain or 1, tokenizer, settings))
         return
-    assert out is not None
     with Display("read %") as display:
 
         def show(now: Progress) -> None:
@@ -106,28 +108,27 @@ def prepare(
     typer.echo(f"wrote {out}")
 
 
-def _explain(name: str, line: int, tokenizer: Any, settings: PrepareOptions) -> None:
-    from draftmill.text.explain import explain, marked
-    from draftmill.text.refusals import Refused
-    from draftmill.text.render import Renderer
+def _check_sources(sources: list[str], explain: int | None, out: Path | None) -> None:
+    from draftmill.text.sources import check_source
 
-    renderer = Renderer(tokenizer, settings.template_options, stop_ids=settings.stop_ids, turns=settings.turns)
-    found = explain(name, line, renderer, settings.max_length)
-    if found is None:
-        typer.echo(f"{name}:{line} is a blank line")
-    elif isinstance(found, Refused):
-        typer.echo(f"dropped: {found}")
-    else:
-        colour = sys.stdout.isatty()
-        typer.echo("learnt text is " + (_learnt("green", True) if colour else "between «« and »»"))
-        for number, row in enumerate(found.rows, 1):
-            supervised = sum(end - start for start, end in row.spans)
-            typer.echo(f"row {number} of {len(found.rows)}: {len(row.token_ids)} tokens, {supervised} learnt")
-            typer.echo(marked(row, tokenizer, lambda text: _learnt(text, colour)))
+    for source in sources:
+        try:
+            check_source(source)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="SOURCE") from None
+    if explain is None and out is None:
+        raise typer.BadParameter("name the dataset folder to write", param_hint="--out")
+    if explain is not None and len(sources) > 1:
+        raise typer.BadParameter(f"row {explain} of which source? Name one", param_hint="--explain")
 
 
-def _learnt(text: str, colour: bool) -> str:
-    return typer.style(text, fg=typer.colors.GREEN, bold=True) if colour else f"««{text}»»"
+def _explanation(source: str, number: int, tokenizer: Any, settings: PrepareOptions) -> str:
+    from draftmill.text.explain import explain_row
+    from draftmill.text.prepare import renderer_of
+
+    return explain_row(
+        source, number, renderer_of(tokenizer, settings), settings.max_length, colour=sys.stdout.isatty()
+    )
 
 
 def _report(summary: Summary) -> None:

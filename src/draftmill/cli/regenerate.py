@@ -114,11 +114,11 @@ def _check_usage(
     context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None
 ) -> None:
     """Raises BadParameter for what cannot be meant."""
-    from draftmill.text.sources import check_exists
+    from draftmill.text.sources import check_source
 
     try:
         for prompt in prompts or []:
-            check_exists(prompt)
+            check_source(prompt)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="INPUT") from None
     if not prompts and self_prompt is None:

@@ -138,6 +138,8 @@ class Books:
         self._epoch_opened = epoch
         by_reason: dict[str, list[int]] = {}
         for document, reason in self._filtered:
+            if document >= self.ledger.documents(epoch):  # the dataset has grown, and it takes part later
+                continue
             by_reason.setdefault(reason, []).append(document)
         for why, documents in by_reason.items():
             if not self.ledger.has_ended(epoch, documents[0]):  # a resumed run has entered them already

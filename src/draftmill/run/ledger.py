@@ -22,10 +22,19 @@ class Ledger:
     """Owns the ends of all documents. Raises RuntimeError on a second end or on sums that disagree."""
 
     def __init__(self, documents: int) -> None:
-        self._documents = documents
+        self._documents = [(0, documents)]  # ascending (epoch, documents from that epoch on)
         self._codes: list[str] = []  # code i + 1 is "outcome" or "outcome: reason"
         self._epochs: dict[int, np.ndarray] = {}  # uint8 [documents] per open epoch
         self._closed: dict[int, dict[str, int]] = {}
+
+    def documents(self, epoch: int) -> int:
+        """How many must end in `epoch`."""
+        return next(documents for first, documents in reversed(self._documents) if first <= epoch)
+
+    def set_documents(self, epoch: int, documents: int) -> None:
+        """From `epoch` on there are `documents`: the dataset has grown."""
+        self._documents = sorted({**dict(self._documents), epoch: documents}.items())
+        self.check()
 
     def enter(self, epoch: int, documents: Iterable[int], outcome: Outcome, reason: str = "") -> None:
         """End `documents` (dataset rows) of `epoch`."""
@@ -34,7 +43,7 @@ class Ledger:
             return
         if epoch in self._closed:
             raise RuntimeError(f"epoch {epoch} is closed, document {rows[0]} cannot end in it again")
-        fates = self._epochs.setdefault(epoch, np.zeros(self._documents, dtype=np.uint8))
+        fates = self._epochs.setdefault(epoch, np.zeros(self.documents(epoch), dtype=np.uint8))
         if len(np.unique(rows)) < len(rows) or (fates[rows] != _OPEN).any():
             twice = rows[fates[rows] != _OPEN]
             first = twice[0] if len(twice) else rows[0]
@@ -51,7 +60,7 @@ class Ledger:
         """Documents of `epoch` by end; "open" counts those without one."""
         if epoch in self._closed:
             return dict(self._closed[epoch])
-        return self._count(self._epochs.get(epoch, np.zeros(self._documents, dtype=np.uint8)))
+        return self._count(self._epochs.get(epoch, np.zeros(self.documents(epoch), dtype=np.uint8)))
 
     def totals(self) -> dict[str, int]:
         """Ends over all epochs, without "open"."""
@@ -66,8 +75,8 @@ class Ledger:
         """Every epoch's counts add up to the number of documents."""
         for epoch in (*self._closed, *self._epochs):
             counts = self.counts(epoch)
-            if sum(counts.values()) != self._documents:
-                raise RuntimeError(f"epoch {epoch}: {counts} do not add up to {self._documents} documents")
+            if sum(counts.values()) != self.documents(epoch):
+                raise RuntimeError(f"epoch {epoch}: {counts} do not add up to {self.documents(epoch)} documents")
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """JSON-able part and tensors for a checkpoint."""
@@ -78,7 +87,8 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: dict[str, Any], tensors: dict[str, Tensor]) -> Ledger:
-        ledger = cls(state["documents"])
+        ledger = cls(0)
+        ledger._documents = [(epoch, documents) for epoch, documents in state["documents"]]
         ledger._codes = list(state["codes"])
         ledger._closed = {int(epoch): counts for epoch, counts in state["closed"].items()}
         ledger._epochs = {int(name.removeprefix("epoch.")): fates.numpy().copy() for name, fates in tensors.items()}

@@ -44,6 +44,13 @@ class RunPlan:
     def stream(self, position: dict[str, Any] | None = None) -> PackStream:
         return PackStream(self.dataset, self.config.data, self.config.train.seed, position)
 
+    def resumed(self, position: dict[str, Any]) -> RunPlan:
+        """The plan from `position` on: the dataset may have grown since, and epochs then hold more packs."""
+        steps, end = _length(self.config, self.stream(position))
+        if steps != self.steps:
+            log.warning("the dataset has grown: the run is now %d optimizer steps long", steps)
+        return replace(self, steps=steps, end=end)
+
 
 def plan_run(config: Config) -> RunPlan:
     """Raises ConfigError for settings that cannot be used, ValueError for a dataset of another target."""
@@ -62,7 +69,9 @@ def plan_run(config: Config) -> RunPlan:
     check_mask_token(config, dataset, tokenizer)
     check_longest(config, dataset, spec)
     spec = replace(spec, **asdict(target_quirks(config.target.path, config.target.dtype)))
-    steps, end = _length(config, dataset)
+    stream = PackStream(dataset, config.data, config.train.seed)
+    steps, end = _length(config, stream)
+    log.info("packing: %.1f%% of an epoch's token places are padding", 100 * stream.padding_share(0))
     provenance = {
         "target": identity(config.target.path, config.target.dtype),
         "token_ids": {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
@@ -107,10 +116,9 @@ def check_longest(config: Config, dataset: PreparedDataset, spec: DrafterSpec) -
         )
 
 
-def _length(config: Config, dataset: PreparedDataset) -> tuple[int, int | None]:
+def _length(config: Config, stream: PackStream) -> tuple[int, int | None]:
     """Optimizer steps, and the seq after the last pack."""
     if config.train.steps is not None:
         return config.train.steps, None
-    planned = PackStream(dataset, config.data, config.train.seed)
-    packs = sum(planned.packs_in_epoch(epoch) for epoch in range(config.train.epochs or 0))
+    packs = stream.end_of(config.train.epochs or 0)
     return -(-packs // (config.train.accumulation * config.pipeline.drafters)), packs

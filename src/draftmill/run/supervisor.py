@@ -233,6 +233,8 @@ class Supervisor:
     def _plan_from(self, checkpoint: Checkpoint | None, first_lease: int = 0) -> None:
         """Stream and planner at the checkpoint's position, with every earlier decision made again."""
         self.stream = self.plan.stream(checkpoint.state["position"] if checkpoint else None)
+        for epoch, documents in self.stream.growth:  # a checkpoint may be older than the growth
+            self.books.ledger.set_documents(epoch, documents)
         self.step = checkpoint.step if checkpoint else 0
         self.checkpoint = checkpoint
         accumulation = self.plan.config.train.accumulation

@@ -64,13 +64,17 @@ def run_training(config: Config, resume: bool = False, command: Sequence[str] = 
             check_same_drafter(plan.spec, restored)
             check_same_target(plan, restored)
             warn_of_other_numerics(folder, plan, events.event)
+            plan = plan.resumed(restored.state["position"])
         step = restored.step if restored else 0
         ledger = Ledger.restore(restored.state["ledger"], restored.ledger) if restored else Ledger(len(plan.dataset))
+        stream = plan.stream(restored.state["position"] if restored else None)
+        for epoch, documents in stream.growth:
+            ledger.set_documents(epoch, documents)
         metrics.truncate_after(step)
         folder.write_manifest(**manifest_facts(plan))
         events.event("resumed" if restored else "started", step=step, steps=plan.steps)
         with Progress(plan.steps, step) as progress:
-            books = Books(plan, folder, ledger, metrics, progress, plan.stream().filtered, events.event, step)
+            books = Books(plan, folder, ledger, metrics, progress, stream.filtered, events.event, step)
             stop = stop_rule(signalled, config.train.time_limit_minutes)
             if config.pipeline.mode == "inprocess":
                 reason = run_in_process(plan, books, restored, stop)

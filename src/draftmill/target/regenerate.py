@@ -108,7 +108,7 @@ class _Job:
         for key, row in self.read():
             if isinstance(row, Refused):
                 continue
-            messages = [message.plain for message in row.messages]
+            messages = [message.fields() for message in row.messages]
             own = zip(RENDERED_WITH, (list(row.tools), dict(row.template_options)), strict=True)
             rendered_with = {name: value for name, value in own if value}
             wanted = self.is_wanted(key, messages, rendered_with)

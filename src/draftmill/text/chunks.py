@@ -48,7 +48,7 @@ def in_chunks(raws: Iterable[Raw]) -> Iterator[Chunk]:
     size = 0
     for raw in raws:
         rows.append(raw)
-        size += len(raw.payload) if isinstance(raw.payload, bytes) else 0
+        size += raw.size
         if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
             yield Chunk(rows)
             rows, size = [], 0
@@ -59,18 +59,16 @@ def in_chunks(raws: Iterable[Raw]) -> Iterator[Chunk]:
 class MakeRows:
     """Picklable, without state between calls."""
 
-    def __init__(
-        self, renderer: Renderer, max_length: int | None, max_line_bytes: int, sources: Sequence[str], first: int = 0
-    ) -> None:
+    def __init__(self, renderer: Renderer, max_length: int | None, sources: Sequence[str], first: int = 0) -> None:
         """`first`: number of the first of `sources` among the dataset's input files."""
-        self._renderer, self._max_length, self._max_line_bytes = renderer, max_length, max_line_bytes
+        self._renderer, self._max_length = renderer, max_length
         self._numbers = {name: first + i for i, name in enumerate(sources)}
 
     def __call__(self, chunk: Chunk) -> Made:
         rows: list[tuple[TokenRow, int, int]] = []
         made = Made(len(chunk.raws), chunk.raws[-1].source, RowBlock.of([]))
         for raw in chunk.raws:
-            conversation = parse_row(raw, max_line_bytes=self._max_line_bytes)
+            conversation = parse_row(raw)
             if conversation is None:
                 continue
             fitted = conversation if isinstance(conversation, Refused) else self._rows(conversation)

@@ -33,8 +33,8 @@ _BATCH_TOKENS = 4 * 2**20
 class DatasetWriter:
     """Collects rows; `commit` makes them appear under the folder's name. Use as a context manager.
 
-    An end by ValueError (the data are not good enough) removes what was written; any other early end keeps it for a
-    writer that is made with equal `begun_with`, which then finds the state of the last checkpoint in `state`.
+    An early end keeps what the last checkpoint holds for a writer that is made with equal `begun_with`: that one finds
+    the checkpoint's state in `state`. `discard` keeps nothing.
     """
 
     def __init__(
@@ -43,12 +43,13 @@ class DatasetWriter:
         begun_with: Mapping[str, Any] | None = None,
         *,
         overwrite: bool = False,
-        append: bool = False,
+        base: PreparedDataset | None = None,
     ) -> None:
+        """`base`: the dataset in `folder`, to which rows are added."""
         self.folder = Path(folder)
         self.partial = partial_folder(self.folder)
-        self._check_folder(overwrite, append)
-        self.base = PreparedDataset.open(self.folder) if append else None
+        self.base = base
+        self._check_folder(overwrite)
         self._begun_with = dict(begun_with or {})
         if self.base:
             self._begun_with["dataset"] = self.base.fingerprint
@@ -68,11 +69,15 @@ class DatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sink.close()
-        if kind is not None and issubclass(kind, ValueError):
+        if self.partial.exists() and not (self.partial / _JOURNAL).exists():
             shutil.rmtree(self.partial)
         self._lock.close()
+
+    def discard(self) -> None:
+        """Nothing that was written is worth keeping."""
+        (self.partial / _JOURNAL).unlink(missing_ok=True)
 
     @property
     def due(self) -> bool:
@@ -123,11 +128,11 @@ class DatasetWriter:
         self.partial.rename(self.folder)
         _sync(self.folder.parent)
 
-    def _check_folder(self, overwrite: bool, append: bool) -> None:
-        if append and overwrite:
+    def _check_folder(self, overwrite: bool) -> None:
+        if self.base and overwrite:
             raise ValueError("append keeps the dataset's rows and overwrite replaces them: choose one")
-        if append or not self.folder.exists():
-            return  # append: opening the dataset says what is wrong with it
+        if self.base or not self.folder.exists():
+            return
         if not overwrite:
             raise ValueError(f"{self.folder} exists already: choose another folder, append to it, or overwrite it")
         if not (self.folder / MANIFEST).exists():

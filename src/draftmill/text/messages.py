@@ -1,120 +1,166 @@
-"""One message of a conversation, from either style of writing it, as the chat template will see it."""
+"""One message of a conversation: from its JSON object to what a chat template is given.
+
+Roles come from the two tables below, by exact spelling. Text is a string or a list of text parts; tool calls carry
+their arguments as an object, whichever way the row wrote them, so that both ways give the same tokens.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
+from draftmill.text.json_rows import parse_json, short
 from draftmill.text.refusals import DropReason, RowProblem
 
-# The role as written -> the role that the template sees. Exact spelling: "Assistant" is not a role.
-ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
-}  # fmt: skip
-# Fields that would change the rendering, or that say what text cannot.
-UNSUPPORTED_FIELDS = ("function_call", "reasoning", "thinking", "audio", "refusal")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """How one style names things."""
-
-    role: str
-    content: str
-    roles: Mapping[str, str]
-
-
-CHATS = {"messages": Chat("role", "content", ROLES), "conversations": Chat("from", "value", SHAREGPT_ROLES)}
+# The role as written -> the role that the template sees: `role` of OpenAI messages, `from` of ShareGPT messages.
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+SHAREGPT_ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# A chat template may read these. Ignoring one would render other text than the target saw.
+_UNREAD_FIELDS = ("function_call", "audio", "prefix", "partial")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    role: str
+    role: Role
     content: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the template may read: reasoning_content, tool_calls, tool_call_id, name."""
+    reasoning: str = ""
+    """What the target thought before `content`, where the row keeps it apart."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """As OpenAI writes them, but with `arguments` an object."""
+    tool_call_id: str | None = None
+    name: str | None = None
+    """Of the tool that replies."""
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """As the template sees it."""
-        return {"role": self.role, "content": self.content, **self.extra}
+    def fields(self, reasoning_field: str = "reasoning_content") -> dict[str, Any]:
+        """The message as an object again; fields that say nothing are left out, as templates ask for presence."""
+        result: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            result[reasoning_field] = self.reasoning
+        if self.tool_calls:
+            result["tool_calls"] = list(self.tool_calls)
+        if self.tool_call_id is not None:
+            result["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            result["name"] = self.name
+        return result
 
 
-def read_message(entry: Any, index: int, chat: Chat) -> Message:
-    """Raises RowProblem."""
-    if not isinstance(entry, dict) or chat.role not in entry:
+def read_message(entry: Any, index: int) -> Message:
+    """An OpenAI message; raises `RowProblem`."""
+    if not isinstance(entry, dict) or "role" not in entry:
         raise RowProblem(DropReason.BAD_MESSAGE, f"message {index}")
-    written = entry[chat.role]
-    role = chat.roles.get(written) if isinstance(written, str) else None
+    return _message(entry, _role(entry["role"], ROLES, index), entry.get("content"), index)
+
+
+def read_sharegpt_message(entry: Any, index: int) -> Message:
+    """A message with `from` and `value`; some sets list `role` and `content` under the same name."""
+    if isinstance(entry, dict) and "from" in entry and "role" not in entry:
+        return _message(entry, _role(entry["from"], SHAREGPT_ROLES, index), entry.get("value"), index)
+    return read_message(entry, index)
+
+
+def _role(written: Any, table: Mapping[str, Role], index: int) -> Role:
+    role = table.get(written) if isinstance(written, str) else None
     if role is None:
         raise RowProblem(DropReason.UNKNOWN_ROLE, f"message {index}: {short(written)}")
-    check_fields(entry, UNSUPPORTED_FIELDS)
-    extra = _extra(entry, role, index)
-    content = entry.get(chat.content)
-    if content is None and role == "assistant":
-        content = ""
-    text = _text(content, index)
-    if role == "assistant" and not text.strip() and "tool_calls" not in extra:
+    return role
+
+
+def _message(entry: dict[str, Any], role: Role, content: Any, index: int) -> Message:
+    refuse_fields(entry, _UNREAD_FIELDS)
+    if entry.get("weight") not in (None, 1):
+        raise RowProblem(DropReason.UNSUPPORTED_FIELD, f"message {index}: weight {short(entry['weight'])}")
+    name = _optional_text(entry, "name", index)
+    if role != "assistant":
+        refuse_fields(entry, ("tool_calls", *REASONING_FIELDS))
+        if role == "tool":
+            return Message(
+                role, text_of(content, index), tool_call_id=_optional_text(entry, "tool_call_id", index), name=name
+            )
+        refuse_fields(entry, ("name", "tool_call_id"))
+        return Message(role, text_of(content, index))
+    refuse_fields(entry, ("name", "tool_call_id"))
+    calls = _tool_calls(entry.get("tool_calls"), index)
+    text = "" if content is None else text_of(content, index)
+    if not text.strip() and not calls:
         raise RowProblem(DropReason.EMPTY_ASSISTANT, f"message {index}")
-    return Message(role, text, extra)
+    return Message(role, text, _reasoning(entry, index), calls)
 
 
-def check_fields(record: dict[str, Any], fields: tuple[str, ...]) -> None:
-    for name in fields:
-        if record.get(name):  # null and empty lists say nothing
-            raise RowProblem(DropReason.UNSUPPORTED_FIELD, name)
+def refuse_fields(record: dict[str, Any], fields: tuple[str, ...]) -> None:
+    for field in fields:
+        if record.get(field):  # null and empty lists say nothing
+            raise RowProblem(DropReason.UNSUPPORTED_FIELD, field)
 
 
-def _extra(entry: dict[str, Any], role: str, index: int) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    for name in ("name", "tool_call_id"):
-        if entry.get(name) is not None:
-            extra[name] = _text(entry[name], index)
-    for name, owner in (("reasoning_content", "assistant"), ("tool_calls", "assistant")):
-        if entry.get(name) and role != owner:
-            raise RowProblem(DropReason.UNSUPPORTED_FIELD, f"message {index}: {name} in a {role} message")
-    if entry.get("reasoning_content"):
-        extra["reasoning_content"] = _text(entry["reasoning_content"], index)
-    if entry.get("tool_calls"):
-        calls = entry["tool_calls"]
-        if not isinstance(calls, list):
-            raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: {short(calls)}")
-        extra["tool_calls"] = [_tool_call(call, index) for call in calls]
-    return extra
+def _optional_text(entry: dict[str, Any], field: str, index: int) -> str | None:
+    value = entry.get(field)
+    if value is None or isinstance(value, str):
+        return value
+    raise RowProblem(DropReason.BAD_MESSAGE, f"message {index}: {field} is {short(value)}")
+
+
+def _reasoning(entry: dict[str, Any], index: int) -> str:
+    given = {field: text_of(entry[field], index) for field in REASONING_FIELDS if entry.get(field)}
+    if len(set(given.values())) > 1:  # servers write the same text under two names; different text is a question
+        raise RowProblem(DropReason.AMBIGUOUS_ROW, f"message {index}: {' and '.join(given)} differ")
+    return next((text for text in given.values() if text.strip()), "")
+
+
+def _tool_calls(value: Any, index: int) -> tuple[dict[str, Any], ...]:
+    if not value:
+        return ()
+    if not isinstance(value, list):
+        raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: tool_calls is a {type(value).__name__}")
+    return tuple(_tool_call(call, index) for call in value)
 
 
 def _tool_call(call: Any, index: int) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments" as an object}}, however the arguments were written."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: not a call of a function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
         raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: no function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    result = {"type": "function", "function": {"name": name, "arguments": _arguments(function.get("arguments"), index)}}
+    return {"id": call["id"], **result} if isinstance(call.get("id"), str) else result
+
+
+def _arguments(value: Any, index: int) -> dict[str, Any]:
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: arguments are not JSON") from None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: arguments are {short(arguments)}")
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
+            value = parse_json(value)
+        except RowProblem as problem:
+            raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: arguments: {problem.detail}") from None
+    if not isinstance(value, dict):
+        raise RowProblem(DropReason.BAD_TOOL_CALL, f"message {index}: arguments are a {type(value).__name__}")
+    return cast(dict[str, Any], value)
 
 
-def _text(content: Any, index: int) -> str:
+def text_of(content: Any, index: int) -> str:
     if isinstance(content, list):
         content = "".join(_part(part, index) for part in content)
     if not isinstance(content, str):
         raise RowProblem(DropReason.BAD_CONTENT, f"message {index}: {type(content).__name__}")
-    if not content.isascii():
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RowProblem(DropReason.UNDECODABLE, f"message {index} holds a lone surrogate") from None
     return content
 
 
@@ -126,8 +172,3 @@ def _part(part: Any, index: int) -> str:
     if not isinstance(part.get("text"), str):
         raise RowProblem(DropReason.BAD_CONTENT, f"message {index}: a text part without text")
     return str(part["text"])
-
-
-def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

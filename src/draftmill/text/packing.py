@@ -7,7 +7,8 @@ The plan of an epoch is a pure function of (row lengths and supervision, data se
   3. the packs of a window leave in the order of another hash.
 Held always: each document that is not filtered is in exactly one pack of an epoch; a pack's tokens stay
 within C and its anchors within ceil(anchor_rate x C); a document's anchors do not depend on its neighbours.
-Planning reads lengths only, so resuming renders no earlier row.
+Planning reads lengths only, so resuming reads no earlier row. An epoch keeps the documents it began with: rows that
+a dataset has gained since (`draftmill prepare --append`) enter at the next epoch, as planned for the larger dataset.
 """
 
 from __future__ import annotations
@@ -87,9 +88,11 @@ class Planner:
         # A document's size is its larger share of the two budgets: the one that fills a pack first.
         self._size = np.maximum(self.lengths / self.pack_tokens, self.anchors / self.pack_anchors)
 
-    def plan(self, epoch: int) -> EpochPlan:
-        key = hash32(Purpose.DOCUMENT_ORDER, self.seed, epoch, self.documents)
-        order = self.documents[np.argsort(key, kind="stable")]
+    def plan(self, epoch: int, documents: int) -> EpochPlan:
+        """The packs of an epoch over the first `documents` rows of the dataset."""
+        planned = self.documents[: np.searchsorted(self.documents, documents)]
+        key = hash32(Purpose.DOCUMENT_ORDER, self.seed, epoch, planned)
+        order = planned[np.argsort(key, kind="stable")]
         packs: list[list[int]] = []
         carried: list[int] = []
         for number, at in enumerate(range(0, len(order), self.window)):
@@ -159,7 +162,14 @@ class PackStream:
         }
         if position is None:
             position = {"epoch": 0, "seq": 0, "epoch_first_seq": 0, "settings": self.settings}
-        self._refuse_changes(position["settings"])
+        earlier = position["settings"]
+        self.growth: list[list[int]] = position.get("growth", [[0, earlier["documents"]]])
+        """Ascending [epoch, documents]: from that epoch on, the first so many rows of the dataset take part."""
+        if rows.earlier.get(earlier["documents"]) == earlier["dataset"] != rows.fingerprint:
+            following = position["epoch"] + 1
+            self.growth = [entry for entry in self.growth if entry[0] < following] + [[following, len(rows)]]
+            earlier = {**earlier, "dataset": rows.fingerprint, "documents": len(rows)}
+        self._refuse_changes(earlier)
         self._epoch: int = position["epoch"]
         self._seq: int = position["seq"]
         self._first_seq: dict[int, int] = {self._epoch: position["epoch_first_seq"]}  # of each epoch since the start
@@ -168,7 +178,7 @@ class PackStream:
 
     @property
     def filtered(self) -> tuple[tuple[int, FilterReason], ...]:
-        """Documents that are in no pack, the same in every epoch."""
+        """Documents that are in no pack, in every epoch that they take part in."""
         return self.planner.filtered
 
     @property
@@ -182,12 +192,34 @@ class PackStream:
         if not min(starts.values()) <= seq <= self._seq:
             raise ValueError(f"pack {seq} is not among those this stream has given out (next: {self._seq})")
         epoch = max(epoch for epoch, first in starts.items() if first <= seq)
-        return {"epoch": epoch, "seq": seq, "epoch_first_seq": starts[epoch], "settings": dict(self.settings)}
+        return {
+            "epoch": epoch,
+            "seq": seq,
+            "epoch_first_seq": starts[epoch],
+            "growth": self.growth,
+            "settings": dict(self.settings),
+        }
+
+    def documents_in(self, epoch: int) -> int:
+        """The first so many rows of the dataset take part in `epoch`."""
+        return next(documents for first, documents in reversed(self.growth) if first <= epoch)
 
     def packs_in_epoch(self, epoch: int) -> int:
         if epoch not in self._packs_in_epoch:
-            self._packs_in_epoch[epoch] = len(self._plans.get(epoch) or self.planner.plan(epoch))
+            plan = self._plans.get(epoch) or self.planner.plan(epoch, self.documents_in(epoch))
+            self._packs_in_epoch[epoch] = len(plan)
         return self._packs_in_epoch[epoch]
+
+    def end_of(self, epochs: int) -> int:
+        """The seq after the last pack of the first `epochs` epochs, none of them before this stream's start."""
+        start = min(self._first_seq)
+        return self._first_seq[start] + sum(self.packs_in_epoch(epoch) for epoch in range(start, epochs))
+
+    def padding_share(self, epoch: int) -> float:
+        """Share of the packs' token places of an epoch that hold no token."""
+        taking_part = self.planner.documents[self.planner.documents < self.documents_in(epoch)]
+        tokens = int(self.planner.lengths[taking_part].sum())
+        return 1 - tokens / (self.packs_in_epoch(epoch) * self.planner.pack_tokens)
 
     def __iter__(self) -> Iterator[Pack]:
         return self
@@ -205,7 +237,7 @@ class PackStream:
 
     def _plan(self, epoch: int) -> EpochPlan:
         if epoch not in self._plans:
-            self._plans = {epoch: self.planner.plan(epoch)}
+            self._plans = {epoch: self.planner.plan(epoch, self.documents_in(epoch))}
         return self._plans[epoch]
 
     def _build(self, documents: np.ndarray) -> Pack:

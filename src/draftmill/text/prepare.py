@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from draftmill.text.chunks import Chunk, Made, MakeRows, in_chunks
-from draftmill.text.conversations import MAX_LINE_BYTES
 from draftmill.text.dataset import PreparedDataset
 from draftmill.text.dataset_writer import DatasetWriter
 from draftmill.text.identity import tokenizer_identity
@@ -28,7 +27,7 @@ from draftmill.text.mask_token import MaskToken, choose_mask_token
 from draftmill.text.pool import WorkerDied, ordered_map
 from draftmill.text.refusals import RowError
 from draftmill.text.render import Renderer, Turns
-from draftmill.text.sources import check_exists, is_dataset, read_raw, size_in_bytes
+from draftmill.text.sources import MAX_LINE_BYTES, check_source, read_raw, source_files
 from draftmill.text.summary import PrepareError, Progress, Summary
 
 _BYTES_PER_WORKER = 4 * 2**20  # starting a process costs as much as rendering some megabytes
@@ -105,19 +104,21 @@ def prepare(
     sizes = _check_sources(names)
     for name in names:
         _check_made_with(Path(name), options)
-    renderer = Renderer(tokenizer, options.template_options, stop_ids=options.stop_ids, turns=options.turns)
+    renderer = renderer_of(tokenizer, options)
     begun_with = _begun_with(names, tokenizer, options)
-    _mask_token(tokenizer, options, None, None)  # a missing mask token ends here, before the data are read
-    with DatasetWriter(folder, begun_with, overwrite=options.overwrite, append=options.append) as writer:
-        if writer.base:
-            _check_base(writer.base, begun_with, names)
+    base = PreparedDataset.open(folder) if options.append else None
+    if base:
+        _check_base(base, begun_with, names)
+    _mask_token(tokenizer, options, None, base)  # a missing mask token ends here, before the data are read
+    with DatasetWriter(folder, begun_with, overwrite=options.overwrite, base=base) as writer:
         summary = Summary.restored(writer.state)
         if writer.afresh:
             summary.warnings.append(f"an interrupted attempt is not continued: {writer.afresh}")
-        first = len(writer.base.manifest["sources"]) if writer.base else 0
-        work = MakeRows(renderer, options.max_length, options.max_line_bytes, names, first)
+        first = len(base.manifest["sources"]) if base else 0
+        work = MakeRows(renderer, options.max_length, names, first)
         for made in _made(work, names, sizes, summary.raws, options):
             if options.strict and made.refused:
+                writer.discard()
                 raise RowError(made.refused[0])
             summary.enter(made)
             writer.add(made.block)
@@ -131,6 +132,16 @@ def prepare(
     if progress:
         progress(Progress(sum(sizes), sum(sizes), summary.kept, sum(summary.dropped.values())))
     return summary
+
+
+def renderer_of(tokenizer: Any, options: PrepareOptions) -> Renderer:
+    return Renderer(
+        tokenizer,
+        options.template_options,
+        stop_ids=options.stop_ids,
+        turns=options.turns,
+        vocab_size=options.vocab_size,
+    )
 
 
 def _made(
@@ -158,14 +169,9 @@ def _finish(
     summary.rows_out = writer.rows - (len(base) if base else 0)
     summary.tokens = writer.tokens - (base.manifest["tokens"] if base else 0)
     summary.supervised_tokens = writer.supervised_tokens - (base.manifest["supervised_tokens"] if base else 0)
-    if summary.kept == 0:
-        raise PrepareError("no row is left to train on: nothing was written", summary)
-    if summary.dropped_share > options.max_dropped_share:
-        raise PrepareError(
-            f"{summary.dropped_share:.1%} of the input rows were dropped, the limit max_dropped_share is "
-            f"{options.max_dropped_share:.1%}: repair the data, or raise the limit (`--max-dropped-share`)",
-            summary,
-        )
+    if problem := _problem(summary, options):
+        writer.discard()
+        raise PrepareError(problem, summary)
     mask = _mask_token(tokenizer, options, writer.occurrences, base)
     summary.mask_token = mask
     if mask.warning:
@@ -173,13 +179,25 @@ def _finish(
     writer.commit(_manifest(names, sizes, tokenizer, options, summary, mask, base))
 
 
+def _problem(summary: Summary, options: PrepareOptions) -> str | None:
+    if summary.kept == 0:
+        return "no row is left to train on: nothing was written"
+    if summary.dropped_share > options.max_dropped_share:
+        return (
+            f"{summary.dropped_share:.1%} of the input rows were dropped, the limit max_dropped_share is "
+            f"{options.max_dropped_share:.1%}: repair the data, or raise the limit (`--max-dropped-share`)"
+        )
+    return None
+
+
 def _begun_with(names: Sequence[str], tokenizer: Any, options: PrepareOptions) -> dict[str, Any]:
     """All that the rows depend on: what an interrupted attempt, or the dataset to append to, must share."""
-    stats = [None if is_dataset(name) else os.stat(name) for name in names]
+    stats = [[os.stat(file) for file in source_files(name)] for name in names]
     return {
         **_settings(tokenizer, options),
         "input files": [
-            [name, *((stat.st_size, stat.st_mtime_ns) if stat else ())] for name, stat in zip(names, stats, strict=True)
+            [name, *([stat.st_size, stat.st_mtime_ns] for stat in files)]
+            for name, files in zip(names, stats, strict=True)
         ],
         "max_line_bytes": options.max_line_bytes,
     }
@@ -218,8 +236,8 @@ def _check_sources(names: Sequence[str]) -> list[int]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"input file {name} is named twice: its rows would count double")
-        check_exists(name)
-    return [size_in_bytes(name) for name in names]
+        check_source(name)
+    return [sum(map(os.path.getsize, source_files(name))) for name in names]
 
 
 def _mask_token(

@@ -7,24 +7,25 @@ the messages up to it. What `complete` adds to `prompt` is the reply as the targ
                ^-- supervised -------^
 
 Held for every row: the complete ids extend the prompt ids; supervision starts right after the prompt and
-ends with the end-of-turn token; the row itself ends there too. Borders come from these two renderings and
-never from searching for a template's markers, so markers typed by a user are plain text. If a border
+ends with the end-of-turn token; the row itself ends there too. Borders come from renderings (reply_borders.py)
+and never from searching for a template's markers, so markers typed by a user are plain text. If a border
 cannot be established the conversation is refused with a reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
-from draftmill.text.conversations import Conversation, Tokenised
-from draftmill.text.messages import Message
+from draftmill.text.conversations import Conversation, Tokens
+from draftmill.text.messages import REASONING_FIELDS, Message
 from draftmill.text.refusals import DropReason, Refused, RowProblem, Source
+from draftmill.text.reply_borders import check_reply, end_of_reply, start_of_reply
 from draftmill.text.rows import spans_of
 
 Turns = Literal["all", "last"]
@@ -35,7 +36,6 @@ _OWN_OPTIONS = frozenset(
     | {"continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"}
     | {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
-_EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,34 +81,39 @@ class Renderer:
         *,
         stop_ids: Collection[int],
         turns: Turns = "all",
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: rows of the target's embedding; None is the tokenizer's length."""
         self.tokenizer = tokenizer
         self.options = dict(template_options or {})
         self.stop_ids = frozenset(stop_ids)
         self.turns = turns
+        self.vocab_size = vocab_size or len(tokenizer)
+        template = tokenizer.chat_template
+        if not template:
+            raise ValueError("the target's tokenizer has no chat template: use an instruction-tuned target")
+        self._template = template if isinstance(template, str) else " ".join(template.values())
+        self._reasoning_field = next(filter(self._reads_field, REASONING_FIELDS), None)
         self._check()
 
-    def render(self, conversation: Conversation | Tokenised) -> list[TokenRow] | Refused:
-        """One row where the turns extend one another, otherwise one row per turn, each as it was generated.
-
-        A tokenised row is itself, if its ids are the target's.
-        """
+    def render(self, conversation: Conversation) -> list[TokenRow] | Refused:
+        """One row where the turns extend one another, otherwise one row per turn, each as it was generated."""
         try:
-            if isinstance(conversation, Tokenised):
-                return [self._tokenised(conversation)]
             return self._rows(conversation)
         except RowProblem as problem:
             return problem.at(conversation.source)
 
     def prompt_ids(self, conversation: Conversation, turn: int | None = None) -> list[int]:
         """What the target reads before it writes message `turn` (None: the message after the last)."""
-        return self._encode(self._text(conversation, turn, generate=True))[0]
+        self._check_row(conversation)
+        return self._encode(self._text(conversation, conversation.messages[:turn], generate=True))[0]
 
-    def _tokenised(self, row: Tokenised) -> TokenRow:
-        if max(row.token_ids) >= len(self.tokenizer):
-            raise RowProblem(DropReason.BAD_TOKENS, f"token {max(row.token_ids)}, vocabulary {len(self.tokenizer)}")
-        spans = spans_of(np.array(row.supervised)).reshape(-1, 2)
-        return TokenRow(np.array(row.token_ids, dtype=np.int32), tuple((int(start), int(end)) for start, end in spans))
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+
+    def _reads_field(self, name: str) -> bool:
+        """As message.name, message['name'], 'name' in message or message.get('name')."""
+        return re.search(rf"[.'\"]{name}\b", self._template) is not None
 
     def _check(self) -> None:
         if self.turns not in ("all", "last"):
@@ -117,30 +122,32 @@ class Renderer:
             raise ValueError("no stop ids: give the target's end-of-turn token ids, without them no reply has an end")
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(f"{type(self.tokenizer).__name__} is not a fast tokenizer: borders need its offsets")
-        template = self.tokenizer.chat_template
-        if not template:
-            raise ValueError("the target's tokenizer has no chat template: use an instruction-tuned target")
-        self._template_text = template if isinstance(template, str) else " ".join(template.values())
         for name in self.options:
-            if problem := self._option_problem(name):
-                raise ValueError(f"template option {name} {problem}: remove it from the template options")
-        hello = Conversation((Message("user", "Hello"),), Source("", 0, 0))
+            if name in _OWN_OPTIONS:
+                raise ValueError(f"template option {name} is reserved: remove it from the template options")
+            if not self._reads(name):
+                raise ValueError(f"template option {name} is not read by the target's chat template: remove it")
         try:
-            self._text(hello, None, generate=True)
+            self._text(Conversation((), Source("", 0, 0)), (Message("user", "Hello"),), generate=True)
         except RowProblem as problem:
             raise ValueError(f"the target's chat template fails on a plain user message: {problem.detail}") from None
 
-    def _option_problem(self, name: str) -> str | None:
-        if name in _OWN_OPTIONS:
-            return "is reserved"
-        if not re.search(rf"\b{re.escape(name)}\b", self._template_text):
-            return "is not read by the target's chat template"
-        return None
+    def _check_row(self, conversation: Conversation) -> None:
+        """What the row asks of the template must be read by it, or the row would not be what it says."""
+        if conversation.tools and not self._reads("tools"):
+            raise RowProblem(DropReason.TEMPLATE_IGNORES, "tools")
+        if self._reasoning_field is None and any(message.reasoning for message in conversation.messages):
+            raise RowProblem(DropReason.TEMPLATE_IGNORES, "reasoning kept apart from the content")
+        for name in conversation.template_options:
+            if name in _OWN_OPTIONS:
+                raise RowProblem(DropReason.BAD_TEMPLATE_OPTIONS, f"{name} is reserved")
+            if not self._reads(name):
+                raise RowProblem(DropReason.TEMPLATE_IGNORES, f"chat_template_kwargs: {name}")
 
     def _rows(self, conversation: Conversation) -> list[TokenRow]:
-        for name in conversation.template_options:
-            if problem := self._option_problem(name):
-                raise RowProblem(DropReason.BAD_TEMPLATE_OPTION, f"{name} {problem}")
+        if conversation.tokens is not None:
+            return [self._tokenised(conversation.tokens)]
+        self._check_row(conversation)
         replies = conversation.reply_turns
         if not replies:
             raise RowProblem(DropReason.NO_ASSISTANT_TURN)
@@ -151,39 +158,45 @@ class Renderer:
             return [_row(turns[-1].ids, [(turn.start, len(turn.ids)) for turn in turns])]
         return [_row(turn.ids, [(turn.start, len(turn.ids))]) for turn in turns]
 
+    def _tokenised(self, tokens: Tokens) -> TokenRow:
+        """The row as it stands, up to its last supervised token; in last-turn mode, its last run of them."""
+        beyond = next((i for i, token in enumerate(tokens.ids) if token >= self.vocab_size), None)
+        if beyond is not None:
+            detail = f"input_ids[{beyond}] is {tokens.ids[beyond]}, the vocabulary has {self.vocab_size} tokens"
+            raise RowProblem(DropReason.BAD_TOKENS, detail)
+        edges = spans_of(np.asarray(tokens.mask, dtype=np.bool_)).reshape(-1, 2).tolist()
+        if not edges:
+            raise RowProblem(DropReason.NO_ANCHOR, "the mask is 0 everywhere")
+        spans = edges if self.turns == "all" else edges[-1:]
+        return _row(list(tokens.ids[: edges[-1][1]]), [(start, end) for start, end in spans])
+
     def _turn(self, conversation: Conversation, index: int, last: bool) -> _Turn:
-        message = conversation.messages[index]
-        prompt_text = self._text(conversation, index, generate=True)
+        history, reply = conversation.messages[:index], conversation.messages[index]
+        prompt_text = self._text(conversation, history, generate=True)
         prompt, _ = self._encode(prompt_text)
         if last and conversation.response_ids is not None:
-            return _Turn(prompt + self._generated(conversation, message), len(prompt))
-        complete_text = self._text(conversation, index + 1, generate=False)
-        if not complete_text.startswith(prompt_text):
+            return _Turn(prompt + self._generated(conversation, reply), len(prompt))
+        text = self._text(conversation, (*history, reply), generate=False)
+        if not text.startswith(prompt_text):
             raise RowProblem(DropReason.PROMPT_NOT_EXTENDED, f"message {index}")
-        ids, offsets = self._encode(complete_text)
+        ids, offsets = self._encode(text)
         if ids[: len(prompt)] != prompt:
             raise RowProblem(DropReason.BORDER_INSIDE_TOKEN, f"message {index}")
-        start = len(prompt)
-        stops = [i for i in range(start, len(ids)) if ids[i] in self.stop_ids]
-        if not stops:
-            raise RowProblem(DropReason.NO_END_OF_TURN, f"message {index}")
-        begin, end = _reply_borders(complete_text, len(prompt_text), offsets[stops[-1]][0], message, index)
-        if begin > len(prompt_text):
-            start = _first_token_at(offsets, begin, start, index)
-        stop = next((i for i in stops if offsets[i][0] >= end), None)  # a stop token before is the reply's own text
+        begin = start_of_reply(text, len(prompt_text), reply)
+        start = len(prompt) if begin == len(prompt_text) else _first_token_at(offsets, begin, len(prompt), index)
+        end = end_of_reply(text, begin, reply, lambda other: self._text(conversation, (*history, other), False))
+        stop = next((i for i in range(start, len(ids)) if ids[i] in self.stop_ids and offsets[i][0] >= end), None)
         if stop is None:
             raise RowProblem(DropReason.NO_END_OF_TURN, f"message {index}")
-        if "tool_calls" not in message.extra and complete_text[end : offsets[stop][0]].strip():
+        if not reply.tool_calls and text[end : offsets[stop][0]].strip():
             raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}: the template adds text after the reply")
+        check_reply(text[begin : offsets[stop][0]], reply, index)
         if last and conversation.finish == "length":  # the end of turn is the template's, not the target's
             return _Turn(ids[:stop], start)
         return _Turn(ids[: stop + 1], start)
 
-    def _generated(self, conversation: Conversation, message: Message) -> list[int]:
+    def _generated(self, conversation: Conversation, reply: Message) -> list[int]:
         """The response ids, after a check that they say what the message says."""
-        if message.extra:
-            names = ", ".join(message.extra)
-            raise RowProblem(DropReason.BAD_RESPONSE_IDS, f"beside {names}: give the response's text as content")
         ids = list(conversation.response_ids or ())
         if max(ids) >= len(self.tokenizer):
             raise RowProblem(DropReason.BAD_RESPONSE_IDS, f"token {max(ids)}, vocabulary {len(self.tokenizer)}")
@@ -194,18 +207,24 @@ class Renderer:
         if not self.stop_ids.isdisjoint(body):
             raise RowProblem(DropReason.RESPONSE_IDS_DIFFER, "a stop token before the end")
         text = self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if text.strip() != message.content.strip():
+        if reply.reasoning or reply.tool_calls:
+            try:
+                check_reply(text, reply, conversation.reply_turns[-1])
+            except RowProblem as problem:
+                raise RowProblem(DropReason.RESPONSE_IDS_DIFFER, problem.detail) from None
+        elif text.strip() != reply.content.strip():
             raise RowProblem(DropReason.RESPONSE_IDS_DIFFER)
         return ids
 
-    def _text(self, conversation: Conversation, end: int | None, generate: bool) -> str:
-        """The messages before `end`, rendered."""
-        messages = [message.plain for message in conversation.messages[:end]]
-        options = {**self.options, **conversation.template_options}
-        tools = list(conversation.tools) or None
+    def _text(self, conversation: Conversation, messages: Sequence[Message], generate: bool) -> str:
+        """`messages` in place of the conversation's, with its tools and options."""
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generate, **options
+                [message.fields(self._reasoning_field or REASONING_FIELDS[0]) for message in messages],
+                tools=list(conversation.tools) or None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **{**self.options, **conversation.template_options},
             )
             return str(text)
         except Exception as error:  # a template is a program by others: any error it raises is its refusal
@@ -215,39 +234,6 @@ class Renderer:
         """As `apply_chat_template(tokenize=True)` does, with the characters of each token."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoded["input_ids"], encoded["offset_mapping"]
-
-
-def _reply_borders(text: str, begin: int, last_stop: int, message: Message, index: int) -> tuple[int, int]:
-    """Characters [supervision starts, reply's text ends) of `text`, whose reply starts at `begin`.
-
-    The template must reproduce reasoning, content and tool calls, in this order, outer whitespace aside. An empty think
-    block at the start that is not in the content is the template's own and stays unsupervised; any other header there
-    (a channel name, a leading space) is what the target itself generates.
-    """
-    start = at = begin
-    core = message.content.strip()
-    think = _EMPTY_THINK.match(text, begin)
-    if think and not core.startswith(think.group().strip()):
-        start = at = think.end()
-    reasoning = str(message.extra.get("reasoning_content", "")).strip()
-    found = text.find(reasoning, at, last_stop)
-    at = found + len(reasoning)
-    for written in (message.content, core):
-        if found >= 0 and text.startswith(written, at):
-            at += len(written)
-            break
-    else:  # behind a header, which may hold a short content's letters by chance; tool calls follow, and may too
-        search = text.find if "tool_calls" in message.extra else text.rfind
-        found = search(core, at, last_stop) if found >= 0 else -1
-        at = found + len(core)
-    if found < 0:
-        raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}")
-    for call in message.extra.get("tool_calls", ()):
-        found = text.find(call["function"]["name"], at)
-        if found < 0:
-            raise RowProblem(DropReason.CONTENT_ALTERED, f"message {index}: tool call {call['function']['name']}")
-        at = found + len(call["function"]["name"])
-    return start, at
 
 
 def _first_token_at(offsets: list[tuple[int, int]], character: int, start: int, index: int) -> int:

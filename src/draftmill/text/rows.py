@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,9 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def earlier(self) -> Mapping[int, str]: ...  # fingerprint by number of rows, before the dataset grew
 
     @property
     def lengths(self) -> np.ndarray: ...  # int32 [n]
@@ -62,6 +65,7 @@ class InMemoryRows:
         self._rows = [(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)) for ids, mask in rows]
         self._spans = [spans_of(mask) for _, mask in self._rows]
         self.fingerprint = fingerprint
+        self.earlier: dict[int, str] = {}
         self.lengths = np.array([len(ids) for ids, _ in self._rows], dtype=np.int32)
 
     def __len__(self) -> int:
