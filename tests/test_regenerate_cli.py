@@ -43,10 +43,11 @@ def run(*arguments: str | Path) -> int:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["p.jsonl", "--top-p", "0"], "0.0 is no share of probability"),
-        (["p.jsonl", "--top-p", "1.5"], "1.5 is no share of probability"),
-        (["p.jsonl", "--top-p", "nan"], "nan is no share of probability"),
+        (["p.jsonl", "--top-p", "0"], "top_p is 0.0: use a value above 0, up to 1"),
+        (["p.jsonl", "--top-p", "1.5"], "top_p is 1.5"),
+        (["p.jsonl", "--top-p", "nan"], "top_p is nan"),
         (["p.jsonl", "--temperature", "-1"], "--temperature"),
+        (["p.jsonl", "--temperature", "inf"], "temperature is inf: use 0 for greedy"),
         (["p.jsonl", "--template-option", "thinking"], "write KEY=VALUE"),
         (["p.jsonl", "--template-option", "enable_thinking=false"], "enable_thinking is not read by the target's chat"),
         (["p.jsonl", "--template-option", "messages=[]"], "messages is reserved"),

@@ -404,6 +404,14 @@ def test_nobody_listens(folder, tmp_path):
         Server.connect(ServerSettings(url, retry=QUICK), folder)
 
 
+def test_a_server_on_this_machine_is_asked_without_the_proxy(folder, monkeypatch):
+    with CompletionServer() as gone:
+        monkeypatch.setenv("HTTP_PROXY", gone.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with CompletionServer() as server:
+        assert Server.connect(ServerSettings(server.url, retry=QUICK), folder).model == "tiny"
+
+
 def test_the_model_is_named_or_the_only_one(folder):
     with CompletionServer() as server:
         assert Server.connect(ServerSettings(server.url), folder).made_by()["server_model"] == "tiny"

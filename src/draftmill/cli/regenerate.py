@@ -27,7 +27,7 @@ def regenerate(
     out: Annotated[Path, typer.Option("--out", dir_okay=False, metavar="FILE", help="JSONL file to write.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[INPUT...]", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
+        typer.Argument(metavar="INPUT", help="Prompts: files, dataset folders or hub:OWNER/NAME[:SPLIT]."),
     ] = None,
     self_prompt: Annotated[
         int | None,
@@ -74,16 +74,20 @@ def regenerate(
     Rows are appended as they are done. After an interruption the same command goes on where it stopped; exit code 3
     says that rows are left.
     """
-    _check_usage(context, prompts, self_prompt, server, top_p)
+    from draftmill.target.answers import Sampling
+
+    _check_usage(context, prompts, self_prompt, server)
+    try:
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     asked = _server_settings(server, model, concurrency, attempts, timeout, max_failed_share, api_key)
     options = parse_template_options(template_option)
     folder = target_folder(target)
     _check_template_options(folder, options)
     from draftmill.cli.display import Display
-    from draftmill.target.answers import Sampling
     from draftmill.target.regenerate import regenerate
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answerer: Answerer
     if asked is None:
         from draftmill.target.embedded import Embedded
@@ -107,7 +111,7 @@ def regenerate(
 
 
 def _check_usage(
-    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None, top_p: float
+    context: typer.Context, prompts: list[str] | None, self_prompt: int | None, server: str | None
 ) -> None:
     """Raises BadParameter for what cannot be meant."""
     from draftmill.text.sources import check_source
@@ -121,10 +125,6 @@ def _check_usage(
         raise typer.BadParameter("no prompts: name inputs, or give --self-prompt COUNT", param_hint="INPUT")
     if prompts and self_prompt is not None:
         raise typer.BadParameter("give either inputs or --self-prompt, not both", param_hint="--self-prompt")
-    if not 0 < top_p <= 1:
-        raise typer.BadParameter(
-            f"{top_p} is no share of probability: use a value above 0, up to 1", param_hint="--top-p"
-        )
     foreign, why = (
         (_SERVER_ONLY, "needs --server") if server is None else (_EMBEDDED_ONLY, "is the server's own matter")
     )

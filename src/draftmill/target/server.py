@@ -27,6 +27,7 @@ from draftmill.target.loading import identity, load_tokenizer, stop_ids
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # never by way of the environment's proxy
 DOWN_AFTER = 3  # prompts given up in a row, each after all its attempts, while no other was answered
 SHARE_FROM = 20  # prompts ended before the share of failed ones says anything
 TEMPLATE_PROBE = [
@@ -261,6 +262,7 @@ class _Call:
 async def _open(settings: ServerSettings) -> Any:
     async with httpx.AsyncClient(
         base_url=settings.url.rstrip("/") + "/",
+        trust_env=httpx.URL(settings.url).host not in LOOPBACK,
         headers={"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {},
         timeout=httpx.Timeout(settings.retry.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
         limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
